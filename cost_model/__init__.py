@@ -1,0 +1,1 @@
+"""How long and how much memory: clusters, op times, the neutral schedule and its simulation."""

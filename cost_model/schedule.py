@@ -1,0 +1,179 @@
+"""The neutral schedule: an order of tasks, the buffers they touch, the queues they run on.
+
+This is the one representation that policies, the simulator and the lower bound share. It knows
+nothing of FX nodes or scheduler nodes: two adapters in ``passes`` translate (`graph_schedule`,
+`snode_schedule`). It decides nothing; it refuses (``ValueError``) an order that is not executable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import networkx as nx
+
+TaskKind = Literal["compute", "start", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One step of the program.
+
+    ``compute`` runs on the compute queue for ``duration_us``. ``start`` hands a collective of
+    ``duration_us`` to the communicator ``queue``. ``wait`` stalls compute until the collective
+    whose start is named ``collective`` has ended.
+
+    ``wire_us`` (starts only) is the part of ``duration_us`` that the bytes alone need on the wire
+    at the link's plateau: what is left when latency is shared with others in a bucket. It is equal
+    to ``duration_us`` for a collective that cannot be merged.
+
+    ``deps`` are the names of tasks that must come earlier in every order (data dependences,
+    effect tokens, barriers). ``reads`` and ``writes`` are names of `Buffer`; a buffer is written
+    (allocated) by at most one task.
+    """
+
+    name: str
+    kind: TaskKind = "compute"
+    duration_us: float = 0.0
+    queue: str = ""
+    collective: str = ""
+    wire_us: float = 0.0
+    deps: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "start" and not self.queue:
+            raise ValueError(f"start {self.name!r} names no queue; set queue to its group name")
+        if self.kind == "wait" and not self.collective:
+            raise ValueError(f"wait {self.name!r} names no collective; set it to the start's name")
+        if not self.duration_us >= 0.0:
+            raise ValueError(
+                f"task {self.name!r}: duration_us must be >= 0, got {self.duration_us}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One allocation (a storage, not a tensor: views share their base's buffer).
+
+    ``is_input``: live from the beginning and freed after its last reader (saved activations,
+    tangents). Parameters, which outlive the graph, are not buffers. ``is_output``: lives to the
+    end.
+    """
+
+    name: str
+    size_bytes: int
+    is_input: bool = False
+    is_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How the queues behave: constants of the cluster profile.
+
+    Attributes:
+        launch_us: host overhead of every compute task with a duration and of every start.
+        contention: factor (>= 1) by which compute is slower while a collective is in flight.
+        queue_width: collectives that one communicator runs at once (NCCL 1, gloo 2).
+        links: communicator -> name of the link it uses. Communicators on one link share its
+            bandwidth; one that is not listed has a link of its own.
+    """
+
+    launch_us: float = 0.0
+    contention: float = 1.0
+    queue_width: int = 1
+    links: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def link(self, queue: str) -> str:
+        return self.links.get(queue, queue)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tasks in program order, their buffers and the machine they run on."""
+
+    tasks: tuple[Task, ...]
+    buffers: Mapping[str, Buffer] = field(default_factory=dict[str, Buffer])
+    machine: Machine = field(default_factory=Machine)
+
+    def __repr__(self) -> str:
+        starts = sum(task.kind == "start" for task in self.tasks)
+        return (
+            f"Schedule({len(self.tasks)} tasks, {starts} collectives, {len(self.buffers)} buffers)"
+        )
+
+    @cached_property
+    def by_name(self) -> dict[str, Task]:
+        return {task.name: task for task in self.tasks}
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[str]:
+        """The dependency graph: an edge from each task to every task that needs it.
+
+        A wait depends on its start, whether ``deps`` says so or not.
+        """
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        graph.add_nodes_from(task.name for task in self.tasks)
+        for task in self.tasks:
+            graph.add_edges_from((dep, task.name) for dep in task.deps)
+            if task.kind == "wait":
+                graph.add_edge(task.collective, task.name)
+        return graph
+
+    def reordered(self, names: Iterable[str]) -> Schedule:
+        """The same tasks in the order of ``names``.
+
+        Raises:
+            ValueError: ``names`` is not a permutation of the tasks.
+        """
+        order = list(names)
+        if len(order) != len(self.tasks) or set(order) != set(self.by_name):
+            missing = sorted(set(self.by_name) - set(order))[:5]
+            unknown = sorted(set(order) - set(self.by_name))[:5]
+            raise ValueError(
+                f"an order must name each of the {len(self.tasks)} tasks once; got {len(order)} "
+                f"names, missing {missing}, unknown {unknown}"
+            )
+        return replace(self, tasks=tuple(self.by_name[name] for name in order))
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` unless the order is executable.
+
+        Checked: names are unique, dependences and collectives exist and come earlier, every
+        start is waited for exactly once, buffers exist and are written before they are read.
+        """
+        seen: set[str] = set()
+        written: set[str] = {name for name, buffer in self.buffers.items() if buffer.is_input}
+        waited: set[str] = set()
+        for task in self.tasks:
+            self._validate_task(task, seen, written, waited)
+            seen.add(task.name)
+            written.update(task.writes)
+        unwaited = [t.name for t in self.tasks if t.kind == "start" and t.name not in waited]
+        if unwaited:
+            raise ValueError(f"collectives without a wait: {unwaited[:5]}")
+
+    def _validate_task(
+        self, task: Task, seen: set[str], written: set[str], waited: set[str]
+    ) -> None:
+        if task.name in seen:
+            raise ValueError(f"task name {task.name!r} occurs twice")
+        late = [dep for dep in task.deps if dep not in seen]
+        if late:
+            raise ValueError(f"task {task.name!r} comes before {late}, which it depends on")
+        unwritten = [name for name in task.reads if name not in written]
+        if unwritten:
+            raise ValueError(f"task {task.name!r} reads buffers nothing has written: {unwritten}")
+        unknown = [name for name in task.writes if name not in self.buffers or name in written]
+        if unknown:
+            raise ValueError(f"task {task.name!r} writes unknown or written buffers: {unknown}")
+        if task.kind == "wait":
+            start = self.by_name.get(task.collective)
+            if start is None or start.kind != "start" or task.collective not in seen:
+                raise ValueError(f"wait {task.name!r}: no earlier start named {task.collective!r}")
+            if task.collective in waited:
+                raise ValueError(f"collective {task.collective!r} is waited for twice")
+            waited.add(task.collective)

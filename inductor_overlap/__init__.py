@@ -1,0 +1,1 @@
+"""Communication-overlap compiler for sharded models under torch.compile."""
