@@ -7,6 +7,7 @@ nothing of FX nodes or scheduler nodes: two adapters in ``passes`` translate (`g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,11 +28,12 @@ class Task:
 
     ``wire_us`` (starts only) is the part of ``duration_us`` that the bytes alone need on the wire
     at the link's plateau: what is left when latency is shared with others in a bucket. It is equal
-    to ``duration_us`` for a collective that cannot be merged.
+    to ``duration_us`` for a collective that cannot be merged, which is also the default; it is
+    never more, and 0 for other tasks. Give both when replacing ``duration_us`` of a start.
 
     ``deps`` are the names of tasks that must come earlier in every order (data dependences,
     effect tokens, barriers). ``reads`` and ``writes`` are names of `Buffer`; a buffer is written
-    (allocated) by at most one task.
+    (allocated) by at most one task. Writing into it again in place is a read.
     """
 
     name: str
@@ -39,7 +41,7 @@ class Task:
     duration_us: float = 0.0
     queue: str = ""
     collective: str = ""
-    wire_us: float = 0.0
+    wire_us: float = math.inf
     deps: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -49,10 +51,14 @@ class Task:
             raise ValueError(f"start {self.name!r} names no queue; set queue to its group name")
         if self.kind == "wait" and not self.collective:
             raise ValueError(f"wait {self.name!r} names no collective; set it to the start's name")
-        if not self.duration_us >= 0.0:
+        if not 0.0 <= self.duration_us < math.inf:
             raise ValueError(
-                f"task {self.name!r}: duration_us must be >= 0, got {self.duration_us}"
+                f"task {self.name!r}: duration_us must be finite and >= 0, got {self.duration_us}"
             )
+        if not self.wire_us >= 0.0:
+            raise ValueError(f"task {self.name!r}: wire_us must be >= 0, got {self.wire_us}")
+        wire_us = min(self.wire_us, self.duration_us) if self.kind == "start" else 0.0
+        object.__setattr__(self, "wire_us", wire_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,12 @@ class Buffer:
     size_bytes: int
     is_input: bool = False
     is_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise ValueError(
+                f"buffer {self.name!r}: size_bytes must be >= 0, got {self.size_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,14 @@ class Machine:
     contention: float = 1.0
     queue_width: int = 1
     links: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.launch_us < math.inf:
+            raise ValueError(f"launch_us must be finite and >= 0, got {self.launch_us}")
+        if not 1.0 <= self.contention < math.inf:
+            raise ValueError(f"contention must be finite and >= 1, got {self.contention}")
+        if self.queue_width < 1:
+            raise ValueError(f"queue_width must be >= 1, got {self.queue_width}")
 
     def link(self, queue: str) -> str:
         return self.links.get(queue, queue)
