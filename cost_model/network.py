@@ -28,6 +28,10 @@ class Transfer:
     begin_us: float = math.inf
     end_us: float = math.inf
 
+    @property
+    def ended(self) -> bool:
+        return self.end_us < math.inf
+
 
 @dataclass(slots=True)
 class _Queue:

@@ -159,7 +159,7 @@ class _Replay:
                 f"or another wait has already waited for it"
             )
         self._network.advance_to(self.now_us)
-        while self._network.in_flight and transfer.end_us > self.now_us:
+        while not transfer.ended:
             self._network.step()
         if transfer.end_us > self.now_us:
             self._stall(task, transfer.end_us)

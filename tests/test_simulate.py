@@ -62,6 +62,14 @@ def test_one_communicator_is_a_fifo() -> None:
     assert timeline.exposed_by == {"t": 8}
 
 
+def test_a_stall_ends_with_its_collective_not_with_the_queue() -> None:
+    # s 0-1, t 1-2; the wait for s ends at 1, where u is enqueued behind t: 2-3.
+    timeline = simulate(
+        schedule(start("s", 1), start("t", 1), wait("s"), start("u", 1), wait("t"), wait("u"))
+    )
+    assert spans_of(timeline, "pg") == [("s", 0, 1), ("t", 1, 2), ("u", 2, 3)]
+
+
 def test_communicators_with_links_of_their_own_run_at_once() -> None:
     timeline = simulate(
         schedule(start("s", 5, queue="p"), start("t", 4, queue="q"), wait("s"), wait("t"))
@@ -237,7 +245,7 @@ def test_orders_that_cannot_run_are_refused(tasks: tuple[Task, ...], message: st
 
 
 @given(schedules())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_accounts_balance(case: Schedule) -> None:
     case.validate()
     timeline = simulate(case)
@@ -248,7 +256,7 @@ def test_accounts_balance(case: Schedule) -> None:
 
 
 @given(schedules())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_collectives_respect_queues_and_links(case: Schedule) -> None:
     timeline = simulate(case)
     transfers = [span for span in timeline.spans if span.queue != "compute"]
