@@ -1,0 +1,292 @@
+"""The cluster that is planned for: GPUs, how a node joins them, NICs and fabric.
+
+A `Cluster` is a name for constants: the devices, fabrics and presets of ``profiles/*.toml``, where
+each number has its source. It answers what one collective, one matmul or one attention costs.
+Nothing is read from a device: two ranks that build the same `Cluster` get the same numbers.
+
+Refused (``ValueError`` naming the near misses): an unknown GPU, fabric or preset, a network that
+is not spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, an override that names no constant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any, cast
+
+import torch
+
+from inductor_overlap.cost_model.collective_time import (
+    LinkConstants,
+    check_collective,
+    collective_us,
+)
+from inductor_overlap.cost_model.compute_time import (
+    ComputeConstants,
+    attention_us,
+    dtype_name,
+    matmul_us,
+    memory_us,
+)
+
+# Overlap of two pipelined stages that are equally long; see LinkConstants.overlap_order.
+OVERLAP_ORDER = 6.0
+_NETWORK = re.compile(r"^(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, network and how many GPUs a node holds.
+
+    Attributes:
+        gpu: a device of ``profiles/gpus.toml`` (``"h100"``, ``"b200"``, ``"cpu"``, ...).
+        network: ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, as in ``"ib-ndr-400x8"``; ``None``
+            is a single node: groups larger than a node are priced as if NVLink joined them.
+        gpus_per_node: GPUs of a node; None: what the device's profile says (8 unless it does).
+        share_links: whether communicators on the same NICs or NVLink share their bandwidth.
+        contention: factor on compute while a collective is in flight; None: the profile's.
+        overrides: constants that replace those of the profiles, as (name, value) pairs: what a
+            calibration writes.
+    """
+
+    gpu: str = "h100"
+    network: str | None = None
+    gpus_per_node: int = 8
+    share_links: bool = True
+    contention: float | None = None
+    overrides: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node must be at least 1, got {self.gpus_per_node}")
+        if self.contention is not None and not self.contention >= 1.0:
+            raise ValueError(f"contention is a slowdown and must be >= 1, got {self.contention}")
+        known = set(self._profiled)
+        for name, value in self.overrides:
+            if name not in known:
+                raise ValueError(_unknown("constant", name, known))
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"constant {name} must be finite and >= 0, got {value}")
+
+    @classmethod
+    def preset(cls, name: str) -> Cluster:
+        """The cluster named in ``profiles/presets.toml``.
+
+        Raises:
+            ValueError: no such preset; the message lists those that are spelled alike.
+        """
+        presets = _profile("presets")
+        if name not in presets:
+            raise ValueError(_unknown("cluster preset", name, presets))
+        return cls(**presets[name])
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """Names that `preset` accepts."""
+        return tuple(sorted(_profile("presets")))
+
+    @staticmethod
+    def gpus() -> tuple[str, ...]:
+        """Devices that ``gpu`` accepts."""
+        return tuple(sorted(set(_profile("gpus")) - {"families", "defaults"}))
+
+    def collective_us(
+        self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
+    ) -> float:
+        """Time (us) of one collective over ``num_nodes`` x ``ranks_per_node`` ranks.
+
+        Args:
+            kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+            size_bytes: nccl-tests size: gathered bytes, scattered input, or a rank's buffer.
+            num_nodes: nodes that hold ranks of the group.
+            ranks_per_node: its ranks on each of them.
+
+        Raises:
+            ValueError: an unknown kind, an empty group, a negative size.
+        """
+        check_collective(kind, num_nodes, ranks_per_node)
+        nodes, local = self._domains(num_nodes, ranks_per_node)
+        return collective_us(kind, size_bytes, nodes, local, self.link_constants(nodes, local))
+
+    def matmul_us(self, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16") -> float:
+        """Time (us) of an (m, k) x (k, n) matmul; ``dtype`` as in ``compute_time.dtype_name``."""
+        return matmul_us(1, m, n, k, dtype_name(dtype), self.compute_constants)
+
+    def batched_matmul_us(
+        self, batch: int, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16"
+    ) -> float:
+        """Time (us) of ``batch`` matmuls of (m, k) x (k, n) in one kernel."""
+        return matmul_us(batch, m, n, k, dtype_name(dtype), self.compute_constants)
+
+    def attention_us(
+        self,
+        batch: int,
+        q_heads: int,
+        kv_heads: int,
+        seq_q: int,
+        seq_kv: int,
+        head_dim: int,
+        dtype: str | torch.dtype = "bf16",
+        *,
+        head_dim_v: int | None = None,
+        causal: bool = False,
+        backward: bool = False,
+    ) -> float:
+        """Time (us) of fused attention, forward or backward, on (batch, heads, seq, dim)."""
+        return attention_us(
+            batch,
+            q_heads,
+            kv_heads,
+            seq_q,
+            seq_kv,
+            head_dim,
+            head_dim if head_dim_v is None else head_dim_v,
+            dtype_name(dtype),
+            causal=causal,
+            backward=backward,
+            constants=self.compute_constants,
+        )
+
+    def memory_us(self, size_bytes: float) -> float:
+        """Time (us) of a kernel that moves ``size_bytes`` (read plus written) of device memory."""
+        return memory_us(size_bytes, self.compute_constants)
+
+    def uuid(self) -> str:
+        """Digest of every number a price depends on: the cluster's part of a cache key."""
+        content = {
+            "constants": self._constants,
+            "network": self.network,
+            "gpus_per_node": self.gpus_per_node,
+            "share_links": self.share_links,
+            "contention": self.contention,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def launch_us(self) -> float:
+        return self._constants["launch_us"]
+
+    @property
+    def queue_width(self) -> int:
+        return int(self._constants["queue_width"])
+
+    @property
+    def contention_factor(self) -> float:
+        if self.contention is not None:
+            return self.contention
+        return self._constants["contention"]
+
+    @cached_property
+    def compute_constants(self) -> ComputeConstants:
+        table = self._constants
+        return ComputeConstants(**{f.name: table[f.name] for f in fields(ComputeConstants)})
+
+    def link_constants(self, num_nodes: int, ranks_per_node: int) -> LinkConstants:
+        """What a group of this placement (in NVLink domains) sees of the links."""
+        return _link_constants(self, num_nodes, ranks_per_node)
+
+    def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
+        """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
+        ranks = num_nodes * ranks_per_node
+        if self.network is None:
+            return 1, ranks
+        nodes_per_domain = max(1, int(self._constants["nvlink_domain"]) // self.gpus_per_node)
+        domains = -(-num_nodes // nodes_per_domain)
+        return domains, -(-ranks // domains)
+
+    @cached_property
+    def _profiled(self) -> dict[str, float]:
+        """Constants of the device and, if there is one, of the network, by name."""
+        network = {} if self.network is None else _parse_network(self.network)
+        return _device_table(self.gpu) | network
+
+    @cached_property
+    def _constants(self) -> dict[str, float]:
+        """The same after the overrides."""
+        return self._profiled | dict(self.overrides)
+
+
+@cache
+def _link_constants(cluster: Cluster, num_nodes: int, ranks_per_node: int) -> LinkConstants:
+    table = cluster._constants  # pyright: ignore[reportPrivateUsage]
+    values = {name: table[name] for name in _LOCAL_NAMES}
+    local_gb_per_s = table["local_gb_per_s"] * table["local_efficiency"]
+    nvls_gb_per_s = table["local_gb_per_s"] * table["nvls_efficiency"]
+    return LinkConstants(
+        **values,
+        local_gb_per_s=local_gb_per_s,
+        nvls_gb_per_s=nvls_gb_per_s if ranks_per_node > 1 else 0.0,
+        node_gb_per_s=_node_gb_per_s(table, ranks_per_node, cluster.gpus_per_node),
+        network_base_us=table.get("network_base_us", 0.0),
+        network_hop_us=table.get("network_hop_us", 0.0),
+        network_fill_us=table.get("network_fill_us", 0.0),
+        overlap_order=OVERLAP_ORDER,
+    )
+
+
+_LOCAL_NAMES = (
+    "base_us",
+    "local_hop_us",
+    "simple_hops",
+    "ll_share",
+    "fill_us",
+    "copy_gb_per_s",
+    "message_us",
+)
+
+
+def _node_gb_per_s(table: Mapping[str, float], ranks_per_node: int, gpus_per_node: int) -> float:
+    """Plateau of a node into the fabric: ranks use the NICs beside them, at least one."""
+    if "num_nics" not in table:
+        return table["local_gb_per_s"]
+    used = table["num_nics"] * ranks_per_node / gpus_per_node
+    nics = min(max(1.0, used), table["num_nics"] * max(1.0, ranks_per_node / gpus_per_node))
+    return table["efficiency"] * table["nic_gb_per_s"] * nics
+
+
+@cache
+def _profile(name: str) -> dict[str, Any]:
+    text = resources.files("inductor_overlap.cost_model").joinpath("profiles", f"{name}.toml")
+    return tomllib.loads(text.read_text(encoding="utf-8"))
+
+
+def _device_table(gpu: str) -> dict[str, float]:
+    """Numbers of a device: the defaults, its family's, its own."""
+    profile = _profile("gpus")
+    if gpu not in Cluster.gpus():
+        raise ValueError(_unknown("gpu", gpu, Cluster.gpus()))
+    merged = profile["defaults"] | profile["families"][profile[gpu]["family"]] | profile[gpu]
+    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
+
+
+@cache
+def _parse_network(network: str) -> dict[str, float]:
+    match = _NETWORK.match(network)
+    if match is None:
+        raise ValueError(
+            f"network {network!r} is not spelled <fabric>-<Gbit/s per NIC>x<NICs per node>, "
+            'as in "ib-ndr-400x8"; use None for a single node'
+        )
+    fabrics = _profile("fabrics")
+    spelled = match["fabric"].split("/")[0]
+    name = next((f for f in sorted(fabrics, key=len, reverse=True) if spelled.startswith(f)), None)
+    if name is None:
+        raise ValueError(_unknown("fabric", spelled, fabrics))
+    own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
+    if min(own.values()) <= 0:
+        raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
+    return cast("dict[str, float]", fabrics[name] | own)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"

@@ -1,0 +1,258 @@
+"""Time of one NCCL or gloo collective, from its size and the placement of its ranks.
+
+Written once as sympy expressions in the size S (nccl-tests bytes), the number of nodes N and the
+ranks per node g, so that a symbolic size works, and compiled by ``lambdify`` to plain Python for
+speed. What each expression says, for n = N g ranks:
+
+* ring (all-gather, reduce-scatter, all-reduce): n-1 steps (twice that for all-reduce), each a
+  network hop or an NVLink hop; the wire carries S (n-1)/n bytes (twice that) at the bandwidth of a
+  node's share of the fabric or of NVLink. The own shard is copied by the same channels.
+* tree (all-reduce over nodes): 2 log2 N network hops; a node sends S (two nodes: an exchange) or
+  2 S (more: a double binary tree's inner node, S/2 up and S down in one tree, S/2 up in the
+  other) and relays 2 S along the chain of its GPUs.
+* NVLS (all-reduce, NVLink SHARP): the switch reduces, so that a GPU moves S (1 + 1/g) bytes and
+  the latency does not grow with ranks; across nodes it takes the place of the chain of the tree.
+* all-to-all: n-1 messages of S/n bytes; what leaves the node shares the GPU's NIC.
+
+A chunked pipeline of k chunks over a fill time f costs ``f k + wire + latency``-like terms; its
+optimum is ``wire + 2 sqrt(f wire)``: that square root is the ramp to the plateau. The LL protocol
+(flags in every word) has a cheap step and part of the bandwidth, Simple the reverse; the least of
+all algorithms and protocols is the time.
+
+Refused: unknown kinds, negative sizes, empty groups (``ValueError``).
+
+Sources: algorithm volumes: https://arxiv.org/abs/2507.04786 (Demystifying NCCL) and the NCCL
+documentation; constants: the profiles, fitted to public nccl-tests logs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, cast, get_args
+
+import sympy as sp
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConstants:
+    """What one group of ranks sees of the hardware; bandwidths are one direction.
+
+    Attributes:
+        base_us: fixed cost of a collective inside a node (launch of the kernel, first flag).
+        network_base_us: what crossing nodes adds to it.
+        local_hop_us: one step between GPUs of a node, LL protocol.
+        network_hop_us: one step between nodes, LL protocol.
+        simple_hops: steps of the Simple protocol cost this many LL steps.
+        ll_share: bandwidth share the LL protocol keeps.
+        fill_us: fill time of the chunk pipeline inside a node.
+        network_fill_us: the same across nodes.
+        local_gb_per_s: a GPU's NVLink (or PCIe, or shared memory) plateau.
+        copy_gb_per_s: rate at which the channels copy the own shard.
+        nvls_gb_per_s: a GPU's plateau through NVLink SHARP; 0 where there is none.
+        node_gb_per_s: a node's plateau into the fabric with the NICs these ranks use.
+        message_us: issue of one all-to-all message.
+        overlap_order: p in the p-norm of two pipelined stages; infinity would be perfect overlap.
+    """
+
+    base_us: float
+    network_base_us: float
+    local_hop_us: float
+    network_hop_us: float
+    simple_hops: float
+    ll_share: float
+    fill_us: float
+    network_fill_us: float
+    local_gb_per_s: float
+    copy_gb_per_s: float
+    nvls_gb_per_s: float
+    node_gb_per_s: float
+    message_us: float
+    overlap_order: float
+
+
+S, N, G = sp.symbols("size_bytes num_nodes ranks_per_node", positive=True)
+_RANKS = N * G
+_C = {f.name: sp.Symbol(f.name, positive=True) for f in fields(LinkConstants)}
+_BYTES_PER_US = 1e3  # 1 GB/s moves 1e3 bytes in a microsecond
+
+
+def _us(size: sp.Expr, bandwidth: sp.Expr) -> sp.Expr:
+    return size / (bandwidth * _BYTES_PER_US)
+
+
+def _pipelined(stages: list[sp.Expr]) -> sp.Expr:
+    """Time of stages that run as one pipeline: near the longest, a little more when they tie."""
+    if len(stages) == 1:
+        return stages[0]
+    order = _C["overlap_order"]
+    return sum((stage**order for stage in stages), sp.Integer(0)) ** (1 / order)
+
+
+def _with_protocols(hops: sp.Expr, wire: sp.Expr, fill: sp.Expr, base: sp.Expr) -> list[sp.Expr]:
+    """The LL and the Simple form of an algorithm with ``hops`` (LL time) and ``wire`` time."""
+    return [
+        base + hops + wire / _C["ll_share"],
+        base + _C["simple_hops"] * hops + wire + 2 * sp.sqrt(fill * wire),
+    ]
+
+
+def _ring(passes: int, across_nodes: bool, several_local: bool, copies: bool) -> list[sp.Expr]:
+    """A ring: ``passes`` is 1 for all-gather and reduce-scatter, 2 for all-reduce."""
+    volume = passes * S * (_RANKS - 1) / _RANKS
+    stages: list[sp.Expr] = []
+    hops: sp.Expr = sp.Integer(0)
+    if several_local or not across_nodes:
+        stages.append(_us(volume, _C["local_gb_per_s"]))
+        hops += passes * N * (G - 1) * _C["local_hop_us"]
+    if across_nodes:
+        stages.append(_us(volume, _C["node_gb_per_s"]))
+        hops += passes * (N - 1) * _C["network_hop_us"]
+    wire = _pipelined(stages)
+    if copies:
+        wire += _us(S / _RANKS, _C["copy_gb_per_s"])
+    return _with_protocols(hops, wire, _fill(across_nodes), _base(across_nodes))
+
+
+def _tree(two_nodes: bool, several_local: bool) -> list[sp.Expr]:
+    """The all-reduce tree over nodes, a chain of GPUs inside each node."""
+    stages = [_us(S if two_nodes else 2 * S, _C["node_gb_per_s"])]
+    hops: sp.Expr = 2 * sp.log(N, 2) * _C["network_hop_us"]
+    if several_local:
+        stages.append(_us(2 * S, _C["local_gb_per_s"]))
+        hops += 2 * (G - 1) * _C["local_hop_us"]
+    return _with_protocols(hops, _pipelined(stages), _C["network_fill_us"], _base(True))
+
+
+def _nvls(across_nodes: bool, two_nodes: bool) -> list[sp.Expr]:
+    """All-reduce in the NVLink switch; across nodes a tree joins the switches."""
+    stages = [_us(S * (1 + 1 / G), _C["nvls_gb_per_s"])]
+    hops: sp.Expr = 2 * _C["simple_hops"] * _C["local_hop_us"]
+    if across_nodes:
+        stages.append(_us(S if two_nodes else 2 * S, _C["node_gb_per_s"]))
+        hops += 2 * sp.log(N, 2) * _C["simple_hops"] * _C["network_hop_us"]
+    wire = _pipelined(stages)
+    return [_base(across_nodes) + hops + wire + 2 * sp.sqrt(_fill(across_nodes) * wire)]
+
+
+def _all_to_all(across_nodes: bool, several_local: bool) -> list[sp.Expr]:
+    """n-1 messages: those inside the node over NVLink, the others through the GPU's own NIC."""
+    stages: list[sp.Expr] = []
+    if several_local or not across_nodes:
+        stages.append(_us(S * (G - 1) / _RANKS, _C["local_gb_per_s"]))
+    if across_nodes:
+        stages.append(_us(S * (N - 1) * G / _RANKS, _C["node_gb_per_s"] / G))
+    wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
+    hops = (_RANKS - 1) * _C["message_us"]
+    return [_base(across_nodes) + hops + wire + 2 * sp.sqrt(_fill(across_nodes) * wire)]
+
+
+def _base(across_nodes: bool) -> sp.Expr:
+    return _C["base_us"] + _C["network_base_us"] if across_nodes else _C["base_us"]
+
+
+def _fill(across_nodes: bool) -> sp.Expr:
+    return _C["network_fill_us"] if across_nodes else _C["fill_us"]
+
+
+@cache
+def collective_expressions(
+    kind: str, across_nodes: bool, two_nodes: bool, several_local: bool, has_nvls: bool
+) -> tuple[sp.Expr, ...]:
+    """The candidate times (us) of one kind on one class of placement; the least one is taken."""
+    if kind == "all_to_all":
+        return tuple(_all_to_all(across_nodes, several_local))
+    if kind in ("all_gather", "reduce_scatter"):
+        return tuple(_ring(1, across_nodes, several_local, copies=True))
+    candidates = _ring(2, across_nodes, several_local, copies=False)
+    if across_nodes:
+        candidates += _tree(two_nodes, several_local)
+    if has_nvls and several_local:
+        candidates += _nvls(across_nodes, two_nodes)
+    return tuple(candidates)
+
+
+@cache
+def _compiled(
+    kind: str, across_nodes: bool, two_nodes: bool, several_local: bool, has_nvls: bool
+) -> Callable[..., list[float]]:
+    expressions = collective_expressions(kind, across_nodes, two_nodes, several_local, has_nvls)
+    arguments = [S, N, G, *_C.values()]
+    return cast(
+        "Callable[..., list[float]]",
+        sp.lambdify(arguments, list(expressions), modules="math", cse=True),
+    )
+
+
+def _placement_class(
+    kind: str, num_nodes: int, ranks_per_node: int, constants: LinkConstants
+) -> tuple[str, bool, bool, bool, bool]:
+    has_nvls = kind == "all_reduce" and constants.nvls_gb_per_s > 0
+    return kind, num_nodes > 1, num_nodes == 2, ranks_per_node > 1, has_nvls
+
+
+def check_collective(kind: str, num_nodes: int, ranks_per_node: int) -> None:
+    """Raise ``ValueError`` for a kind or a placement that means nothing."""
+    if kind not in COLLECTIVE_KINDS:
+        raise ValueError(
+            f"unknown collective kind {kind!r}; expected one of {', '.join(COLLECTIVE_KINDS)}"
+        )
+    if num_nodes < 1 or ranks_per_node < 1:
+        raise ValueError(
+            "a group needs at least one node and one rank per node; got "
+            f"num_nodes={num_nodes}, ranks_per_node={ranks_per_node}"
+        )
+
+
+def collective_us(
+    kind: str, size_bytes: float, num_nodes: int, ranks_per_node: int, constants: LinkConstants
+) -> float:
+    """Time (us) of one collective.
+
+    Args:
+        kind: one of ``COLLECTIVE_KINDS``.
+        size_bytes: as nccl-tests counts: the whole output of an all-gather, the whole input of a
+            reduce-scatter, the buffer of one rank for all-reduce and all-to-all.
+        num_nodes: nodes that hold a rank of the group.
+        ranks_per_node: ranks of the group on each.
+        constants: the links of this group.
+
+    Raises:
+        ValueError: an unknown kind, an empty group or a negative or non-finite size.
+    """
+    check_collective(kind, num_nodes, ranks_per_node)
+    if not 0 <= size_bytes < math.inf:
+        raise ValueError(f"size_bytes of {kind} must be finite and >= 0, got {size_bytes}")
+    if num_nodes * ranks_per_node == 1:
+        return 0.0
+    evaluate = _compiled(*_placement_class(kind, num_nodes, ranks_per_node, constants))
+    return min(
+        evaluate(max(size_bytes, 1.0), num_nodes, ranks_per_node, *_values(constants)),
+    )
+
+
+def collective_expression(
+    kind: str,
+    num_nodes: int,
+    ranks_per_node: int,
+    constants: LinkConstants,
+    size: sp.Expr = S,
+) -> sp.Expr:
+    """The same time (us) as a sympy expression of ``size`` (bytes), for symbolic sizes."""
+    check_collective(kind, num_nodes, ranks_per_node)
+    if num_nodes * ranks_per_node == 1:
+        return sp.Float(0)
+    placement = _placement_class(kind, num_nodes, ranks_per_node, constants)
+    values: dict[Any, Any] = {N: num_nodes, G: ranks_per_node, S: size}
+    values.update({_C[f.name]: getattr(constants, f.name) for f in fields(constants)})
+    return cast("sp.Expr", sp.Min(*(e.subs(values) for e in collective_expressions(*placement))))
+
+
+@cache
+def _values(constants: LinkConstants) -> tuple[float, ...]:
+    return tuple(getattr(constants, f.name) for f in fields(constants))
