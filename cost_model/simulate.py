@@ -158,7 +158,6 @@ class _Replay:
                 f"wait {task.name!r}: no start named {task.collective!r} comes before it, "
                 f"or another wait has already waited for it"
             )
-        self._network.advance_to(self.now_us)
         while not transfer.ended:
             self._network.step()
         if transfer.end_us > self.now_us:
@@ -176,7 +175,6 @@ class _Replay:
             self.now_us += work_us
             return
         network = self._network
-        network.advance_to(self.now_us)
         while True:
             slowdown = self._contention if network.in_flight else 1.0
             end_us = self.now_us + max(0.0, work_us) * slowdown

@@ -62,6 +62,14 @@ def test_one_communicator_is_a_fifo() -> None:
     assert timeline.exposed_by == {"t": 8}
 
 
+def test_idle_communicator_waits_for_the_start() -> None:
+    # s is over at 1; t is reached at 3 and begins there, not when the queue became free
+    timeline = simulate(
+        schedule(start("s", 1), compute("a", 3), start("t", 1), wait("s"), wait("t"))
+    )
+    assert spans_of(timeline, "pg") == [("s", 0, 1), ("t", 3, 4)]
+
+
 def test_a_stall_ends_with_its_collective_not_with_the_queue() -> None:
     # s 0-1, t 1-2; the wait for s ends at 1, where u is enqueued behind t: 2-3.
     timeline = simulate(
@@ -92,14 +100,15 @@ def test_shared_link_divides_bandwidth() -> None:
     assert spans_of(timeline, "q") == [("t", 0, 4)]
 
 
-def test_three_on_one_link_with_late_arrival() -> None:
-    # p 0-: alone until 2 (2 of 6 done), thirds until r's 1 is done at 2+3=5 (p 3, q 1 done),
-    # halves until q's last 1 is done at 5+2=7 (p 4), alone until 7+2=9.
+def test_three_on_one_link_arriving_one_by_one() -> None:
+    # s alone 0-2 (2 of 6 done), halves until u comes at 4 (s 3, t 1 done), thirds until t's and
+    # u's last 1 are done at 4+3=7 (s 4 done), alone until 7+2=9.
     timeline = simulate(
         schedule(
             start("s", 6, queue="p"),
             compute("a", 2),
             start("t", 2, queue="q"),
+            compute("b", 2),
             start("u", 1, queue="r"),
             wait("s"),
             wait("t"),
@@ -107,7 +116,7 @@ def test_three_on_one_link_with_late_arrival() -> None:
             links=dict.fromkeys("pqr", "net"),
         )
     )
-    assert [s.end_us for s in timeline.spans if s.queue != "compute"] == [9, 7, 5]
+    assert [s.end_us for s in timeline.spans if s.queue != "compute"] == [9, 7, 7]
     assert timeline.step_us == 9
 
 
