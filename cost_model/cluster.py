@@ -97,6 +97,17 @@ class Cluster:
         """Devices that ``gpu`` accepts."""
         return tuple(sorted(set(_profile("gpus")) - {"families", "defaults"}))
 
+    @staticmethod
+    def gpu_named(device_name: str) -> str | None:
+        """The profile of the device that the CUDA runtime calls ``device_name``; None if none."""
+        matches = [
+            (len(part), gpu)
+            for gpu in Cluster.gpus()
+            for part in _profile("gpus")[gpu]["device_names"]
+            if part in device_name
+        ]
+        return max(matches)[1] if matches else None
+
     def collective_us(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
     ) -> float:

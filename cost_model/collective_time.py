@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, cast, get_args
 
-import sympy as sp
+import sympy as sp  # pyright: ignore[reportMissingTypeStubs]
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
@@ -76,7 +76,7 @@ class LinkConstants:
     overlap_order: float
 
 
-S, N, G = sp.symbols("size_bytes num_nodes ranks_per_node", positive=True)
+S, N, G = (sp.Symbol(name, positive=True) for name in ("size_bytes", "num_nodes", "ranks_per_node"))
 _RANKS = N * G
 _C = {f.name: sp.Symbol(f.name, positive=True) for f in fields(LinkConstants)}
 _BYTES_PER_US = 1e3  # 1 GB/s moves 1e3 bytes in a microsecond
@@ -84,6 +84,10 @@ _BYTES_PER_US = 1e3  # 1 GB/s moves 1e3 bytes in a microsecond
 
 def _us(size: sp.Expr, bandwidth: sp.Expr) -> sp.Expr:
     return size / (bandwidth * _BYTES_PER_US)
+
+
+def _root(value: sp.Expr) -> sp.Expr:
+    return value ** sp.Rational(1, 2)
 
 
 def _pipelined(stages: list[sp.Expr]) -> sp.Expr:
@@ -98,7 +102,7 @@ def _with_protocols(hops: sp.Expr, wire: sp.Expr, fill: sp.Expr, base: sp.Expr) 
     """The LL and the Simple form of an algorithm with ``hops`` (LL time) and ``wire`` time."""
     return [
         base + hops + wire / _C["ll_share"],
-        base + _C["simple_hops"] * hops + wire + 2 * sp.sqrt(fill * wire),
+        base + _C["simple_hops"] * hops + wire + 2 * _root(fill * wire),
     ]
 
 
@@ -137,7 +141,7 @@ def _nvls(across_nodes: bool, two_nodes: bool) -> list[sp.Expr]:
         stages.append(_us(S if two_nodes else 2 * S, _C["node_gb_per_s"]))
         hops += 2 * sp.log(N, 2) * _C["simple_hops"] * _C["network_hop_us"]
     wire = _pipelined(stages)
-    return [_base(across_nodes) + hops + wire + 2 * sp.sqrt(_fill(across_nodes) * wire)]
+    return [_base(across_nodes) + hops + wire + 2 * _root(_fill(across_nodes) * wire)]
 
 
 def _all_to_all(across_nodes: bool, several_local: bool) -> list[sp.Expr]:
@@ -149,7 +153,7 @@ def _all_to_all(across_nodes: bool, several_local: bool) -> list[sp.Expr]:
         stages.append(_us(S * (N - 1) * G / _RANKS, _C["node_gb_per_s"] / G))
     wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
     hops = (_RANKS - 1) * _C["message_us"]
-    return [_base(across_nodes) + hops + wire + 2 * sp.sqrt(_fill(across_nodes) * wire)]
+    return [_base(across_nodes) + hops + wire + 2 * _root(_fill(across_nodes) * wire)]
 
 
 def _base(across_nodes: bool) -> sp.Expr:
@@ -185,7 +189,9 @@ def _compiled(
     arguments = [S, N, G, *_C.values()]
     return cast(
         "Callable[..., list[float]]",
-        sp.lambdify(arguments, list(expressions), modules="math", cse=True),
+        sp.lambdify(  # pyright: ignore[reportUnknownMemberType]
+            arguments, list(expressions), modules="math", cse=True
+        ),
     )
 
 

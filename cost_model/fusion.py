@@ -1,0 +1,315 @@
+"""What Inductor will not write to memory: kinds of FX nodes, and which of them are *virtual*.
+
+Inductor lowers pointwise ops and reductions to loops and fuses them; a value whose readers all
+sit in the same kernel never reaches memory. From FX alone this is decided conservatively:
+
+* one reader that can fuse: virtual (a pointwise value with few reads is inlined there,
+  ``torch/_inductor/ir.py``, ``StorageBox.should_realize_on_reuse``);
+* several readers: virtual only if all of them can fuse and no kernel of another kind (matmul,
+  attention, copy) stands between, so that one kernel can hold them all; values read far apart,
+  such as a residual, are stored, as are outputs;
+* a value made from nothing (full, iota, random) is made again where it is read.
+
+Views are looked through. Mutations (``copy_``) store. Anything unknown cannot fuse.
+"""
+
+# torch declares its operator classes in private modules only.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.fx as fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from inductor_overlap.cost_model.sizes import tensor_bytes
+
+MAX_FUSION_SIZE = 64
+"""Nodes Inductor puts into one kernel at most (``torch/_inductor/config.py``, max_fusion_size)."""
+
+
+class OpKind(enum.Enum):
+    """How a node is priced."""
+
+    FREE = "free"
+    """No kernel: inputs, views, getitem, collectives and their waits, arithmetic on sizes."""
+    GENERATOR = "generator"
+    """Makes values from nothing; fuses into its readers."""
+    FUSIBLE = "fusible"
+    """Pointwise or reduction: fuses with producers and readers."""
+    ABSORBING = "absorbing"
+    """Stores its result, but reads fused producers: concatenation, padding, mutation."""
+    MEMORY = "memory"
+    """A kernel of its own, bound by the bytes it reads and writes."""
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    UNKNOWN = "unknown"
+    """Nothing is known: priced by its bytes and counted."""
+
+
+_COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "inductor_prims"})
+_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh_copy", "lift_fresh"})
+_GENERATORS = frozenset(
+    {
+        "full",
+        "full_like",
+        "ones",
+        "ones_like",
+        "zeros",
+        "zeros_like",
+        "empty",
+        "empty_like",
+        "new_full",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "arange",
+        "iota",
+        "scalar_tensor",
+        "eye",
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "inductor_seed",
+        "inductor_seeds",
+        "inductor_lookup_seed",
+        "inductor_random",
+        "inductor_randint",
+    }
+)
+# Pointwise and reduction lowerings of ops that carry neither tag.
+_FUSIBLE = frozenset(
+    {
+        "_to_copy",
+        "copy",
+        "fill",
+        "native_dropout",
+        "native_dropout_backward",
+        "_softmax",
+        "_log_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional",
+        "native_batch_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "triu",
+        "tril",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "bernoulli",
+    }
+)
+_ABSORBING = frozenset(
+    {
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "slice_scatter",
+        "select_scatter",
+        "as_strided_scatter",
+        "copy_",
+    }
+)
+MATMULS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "matmul",
+        "linear",
+        "_int_mm",
+        "_scaled_mm",
+        "_scaled_mm_v2",
+        "_grouped_mm",
+        "_scaled_grouped_mm",
+        "_scaled_grouped_mm_v2",
+        "convolution",
+        "_convolution",
+        "convolution_backward",
+        "convolution_overrideable",
+        "cudnn_convolution",
+        "_slow_conv2d_forward",
+    }
+)
+
+
+def op_kind(node: fx.Node) -> OpKind:
+    """The kind of ``node``; never raises."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return OpKind.FREE
+    if node.op != "call_function":
+        return OpKind.UNKNOWN
+    return _target_kind(node.target)
+
+
+def op_name(node: fx.Node) -> str:
+    """``aten.mm`` style name of what a node calls: for messages and counters."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return f"{target.namespace}.{target._opname}"
+    name = getattr(target, "__name__", None) or getattr(target, "_name", None)
+    return str(name or target)
+
+
+@cache
+def _target_kind(target: Any) -> OpKind:
+    if isinstance(target, HigherOrderOperator):
+        known = target.name() in ("flex_attention", "flex_attention_backward")
+        return OpKind.ATTENTION if known else OpKind.UNKNOWN
+    if not isinstance(target, OpOverload):
+        # operator.getitem, operator.mul on sizes, torch.sym_max, ...: Python runs them.
+        return OpKind.FREE
+    if target.namespace in _COLLECTIVE_NAMESPACES:
+        return OpKind.FREE
+    return _overload_kind(cast("OpOverload[..., Any]", target), target._opname)
+
+
+def _overload_kind(target: OpOverload[..., Any], name: str) -> OpKind:
+    if target.namespace not in _KNOWN_NAMESPACES:
+        return OpKind.UNKNOWN
+    if "attention" in name:
+        return OpKind.ATTENTION
+    if name in MATMULS:
+        return OpKind.MATMUL
+    if name in _VIEWS or target.is_view or not target._schema.returns:
+        return OpKind.FREE
+    if name.startswith(("sym_", "_assert", "_local_scalar")):
+        return OpKind.FREE
+    return _loop_kind(target, name)
+
+
+def _loop_kind(target: OpOverload[..., Any], name: str) -> OpKind:
+    if name in _GENERATORS:
+        return OpKind.GENERATOR
+    if name in _ABSORBING:
+        return OpKind.ABSORBING
+    tags = target.tags
+    if name in _FUSIBLE or torch.Tag.pointwise in tags or torch.Tag.reduction in tags:
+        return OpKind.FUSIBLE
+    return OpKind.MEMORY
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """True if Inductor can fuse ``node`` with a producer and with its readers."""
+    return op_kind(node) in (OpKind.FUSIBLE, OpKind.GENERATOR)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for nodes that hand on their first input's memory: views and getitem.
+
+    Collectives and waits are free too, but what they return has been stored.
+    """
+    if node.op != "call_function" or op_kind(node) is not OpKind.FREE or not node.all_input_nodes:
+        return False
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target.namespace not in _COLLECTIVE_NAMESPACES
+    return True
+
+
+def is_virtual(node: fx.Node) -> bool:
+    """True if Inductor keeps the value of ``node`` inside a kernel instead of storing it."""
+    kind = op_kind(node)
+    if kind not in (OpKind.FUSIBLE, OpKind.GENERATOR):
+        return False
+    readers = list(_readers(node))
+    if not readers or any(op_kind(reader) not in _TAKES_FUSED for reader in readers):
+        return False
+    return kind is OpKind.GENERATOR or len(readers) == 1 or _fits_one_kernel(node, readers)
+
+
+_TAKES_FUSED = (OpKind.FUSIBLE, OpKind.ABSORBING)
+_KERNELS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.MEMORY, OpKind.ABSORBING, OpKind.UNKNOWN)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that read the value of ``node``, views looked through."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:
+    """Whether all readers come before any kernel that cannot join, within one kernel's size."""
+    missing = set(readers)
+    current = node
+    for _ in range(MAX_FUSION_SIZE):
+        current = current.next
+        missing.discard(current)
+        if not missing:
+            return True
+        if current.op == "output" or op_kind(current) in _KERNELS:
+            return False
+    return False
+
+
+def stored_inputs(node: fx.Node) -> dict[fx.Node, int]:
+    """Stored nodes whose values the kernel of ``node`` reads, with the bytes it reads of each.
+
+    Virtual producers are looked through, up to the size of one kernel; a view narrows what is
+    read of its base; what the same kernel has just stored is not read again.
+    """
+    found: dict[fx.Node, int] = {}
+    seen: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if len(seen) <= MAX_FUSION_SIZE and is_virtual(source):
+            pending.extend(source.all_input_nodes)
+            continue
+        base = _base(source)
+        if base is not source and is_virtual(base):
+            pending.append(base)
+            continue
+        if is_fusible(base) and _fits_one_kernel(base, [node]):
+            # Stored for others, but by the kernel that goes on to compute ``node``.
+            continue
+        size_bytes = min(node_bytes(source), node_bytes(base))
+        found[base] = min(node_bytes(base), found.get(base, 0) + size_bytes)
+    return found
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes of what ``node`` returns, all tensors of a tuple; 0 without tensor metadata."""
+    return _value_bytes(node.meta.get("val"))
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return tensor_bytes(value)
+    if isinstance(value, list | tuple):
+        return sum(_value_bytes(item) for item in cast("list[object]", value))
+    return 0
