@@ -1,0 +1,187 @@
+"""What a set of buckets makes of a program, before any graph is touched.
+
+`bucket_program` writes the same tasks that `bucketing.merge_bucket` writes nodes for: one pack,
+one start, one wait, and for gathers one unpack copy per member. The unpack task takes the name of
+the member's wait, so whatever depended on that wait depends on the unpacked result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from inductor_overlap.cost_model.schedule import Buffer, Task
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program
+from inductor_overlap.passes.reorder import order_on_demand
+
+
+def bucket_program(program: Program, buckets: Sequence[Bucket]) -> Program:
+    """``program`` with the members of each bucket merged, in an executable order.
+
+    Fixed tasks keep their order; gathers come just before their first reader, reductions start
+    as soon as their inputs exist and are waited for at once.
+
+    Raises:
+        ValueError: A member is unknown, occurs twice, or differs from the others in bucket key.
+    """
+    if not buckets:
+        return program
+    _check(program, buckets)
+    payloads = {bucket.members for bucket in buckets}
+    parts = [_merge(program, bucket, payloads) for bucket in buckets]
+    return _assemble(program, parts)
+
+
+def _check(program: Program, buckets: Iterable[Bucket]) -> None:
+    seen: set[str] = set()
+    for bucket in buckets:
+        unknown = [name for name in bucket.members if name not in program.by_name]
+        again = [name for name in bucket.members if name in seen]
+        keys = {program.by_name[name].bucket_key for name in bucket.members if not unknown}
+        if unknown or again or len(keys) > 1 or len(bucket.members) < 2:
+            raise ValueError(
+                f"bucket {bucket.name!r} needs at least two free collectives of one bucket key, "
+                f"each in one bucket; unknown {unknown}, repeated {again}, keys {sorted(keys)}"
+            )
+        seen.update(bucket.members)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    collective: FreeCollective
+    tasks: tuple[Task, ...]
+    buffers: tuple[Buffer, ...]
+    replaced_buffers: dict[str, str]
+    """Buffers of the members that become part of a bucket's buffer."""
+    gone: frozenset[str]
+    """Names of tasks and buffers that exist no longer."""
+
+
+def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> _Merged:
+    members = [program.by_name[name] for name in bucket.members]
+    starts = [program.schedule.by_name[member.name] for member in members]
+    waits = [program.schedule.by_name[member.wait] for member in members]
+    merged = _merged_collective(bucket, members)
+    fed_by_bucket = tuple(member.follows for member in members) in payloads
+    pack, start, packed = _pack_and_start(program, merged, starts, fed_by_bucket)
+    output = Buffer(f"{bucket.name}.output", merged.output_bytes)
+    start = replace(start, writes=(output.name,))
+    wait = Task(merged.wait, "wait", collective=merged.name, reads=(output.name,))
+    unpack = [
+        _unpack(program, member, wait_task, old_start, merged, output)
+        for member, wait_task, old_start in zip(members, waits, starts, strict=True)
+    ]
+    replaced = {
+        name: output.name
+        for member, old in zip(members, starts, strict=True)
+        if not _copies_out(member)
+        for name in old.writes
+    }
+    kept = any(program.schedule.buffers[name].is_output for name in replaced)
+    buffers = [*packed, replace(output, is_output=kept)]
+    gone = frozenset(member.name for member in members)
+    return _Merged(merged, (*pack, start, wait, *unpack), tuple(buffers), replaced, gone)
+
+
+def _merged_collective(bucket: Bucket, members: Sequence[FreeCollective]) -> FreeCollective:
+    modules = list(dict.fromkeys(member.module for member in members))
+    return replace(
+        members[0],
+        name=bucket.name,
+        wait=f"{bucket.name}.wait",
+        size_bytes=sum(member.size_bytes for member in members),
+        input_bytes=sum(member.input_bytes for member in members),
+        output_bytes=sum(member.output_bytes for member in members),
+        fqn=None,
+        module=modules[0] if len(modules) == 1 else None,
+        unpack_is_fused=False,
+        can_merge=False,
+        members=bucket.members,
+    )
+
+
+def _pack_and_start(
+    program: Program,
+    merged: FreeCollective,
+    starts: Sequence[Task],
+    fed_by_bucket: bool,
+) -> tuple[list[Task], Task, list[Buffer]]:
+    deps = tuple(dict.fromkeys(dep for start in starts for dep in start.deps))
+    reads = tuple(dict.fromkeys(name for start in starts for name in start.reads))
+    prices = program.prices
+    start = replace(
+        starts[0],
+        name=merged.name,
+        duration_us=prices.collective_us(merged.kind, merged.size_bytes, merged.ranks),
+        wire_us=sum(start.wire_us for start in starts),
+        deps=deps,
+        reads=reads,
+    )
+    if fed_by_bucket:  # HSDP: the payload already lies in one tensor, as a bucket reduced it
+        return [], start, []
+    packed = Buffer(f"{merged.name}.packed", merged.input_bytes)
+    pack = Task(
+        f"{merged.name}.pack",
+        duration_us=prices.copy_us(merged.input_bytes),
+        deps=deps,
+        reads=reads,
+        writes=(packed.name,),
+    )
+    return [pack], replace(start, deps=(pack.name,), reads=(packed.name,)), [packed]
+
+
+def _unpack(
+    program: Program,
+    member: FreeCollective,
+    wait: Task,
+    old_start: Task,
+    merged: FreeCollective,
+    output: Buffer,
+) -> Task:
+    """The task that stands for a member's wait: a copy for a gather, a view for a reduction."""
+    copies = _copies_out(member)
+    deps = tuple(dep for dep in wait.deps if dep != member.name)
+    return Task(
+        wait.name,
+        duration_us=program.prices.copy_us(member.output_bytes) if copies else 0.0,
+        deps=(merged.wait, *deps),
+        reads=(output.name,),
+        writes=old_start.writes if copies else (),
+    )
+
+
+def _copies_out(member: FreeCollective) -> bool:
+    return member.is_gather and not member.unpack_is_fused
+
+
+def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
+    gone = frozenset[str]().union(*(part.gone for part in parts))
+    renamed = {old: new for part in parts for old, new in part.replaced_buffers.items()}
+    merged_waits = {task.name for part in parts for task in part.tasks}
+    kept = [
+        _renamed(task, renamed)
+        for task in program.schedule.tasks
+        if task.name not in gone and task.name not in merged_waits
+    ]
+    new = [_renamed(task, renamed) for part in parts for task in part.tasks]
+    buffers = {name: b for name, b in program.schedule.buffers.items() if name not in renamed}
+    buffers |= {buffer.name: buffer for part in parts for buffer in part.buffers}
+    movable = (program.movable - gone) | {task.name for task in new}
+    singles = [c for c in program.collectives if c.name not in gone]
+    schedule = replace(program.schedule, tasks=(*kept, *new), buffers=buffers)
+    merged = replace(
+        program,
+        schedule=schedule,
+        collectives=(*singles, *(part.collective for part in parts)),
+        movable=frozenset(movable),
+    )
+    return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
+
+
+def _renamed(task: Task, renamed: dict[str, str]) -> Task:
+    """``task`` with its buffers renamed; what it names twice by then, it names once."""
+    if not renamed or not any(name in renamed for name in task.reads):
+        return task
+    reads = tuple(dict.fromkeys(renamed.get(name, name) for name in task.reads))
+    return replace(task, reads=reads)

@@ -1,0 +1,256 @@
+"""Merge the collectives of one bucket: pack, one collective, one wait, unpack.
+
+Only plain functional ATen and c10d nodes are written: no custom op, no rank constant, so that
+saved code needs nothing of this package and is the same on every rank. What is merged is the
+collective proper: casts, pads and unpads of the members stay as they are, so any shard dimension
+and uneven shards work unchanged. New nodes get ``meta["val"]``, module stacks and stack traces.
+
+The caller decides what to merge; this module refuses (``ValueError``) members that differ in
+kind, group, dtype or reduction, depend on each other, or have symbolic sizes. Node order is the
+caller's too (`graph_schedule.write_order`): new nodes are written before the graph's output.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from inductor_overlap.passes.collectives import BUCKET, Collective
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+_MEMBERS = "inductor_overlap_members"
+_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr")
+
+
+@dataclass(frozen=True)
+class MergedBucket:
+    """The nodes of one bucket.
+
+    Attributes:
+        pack: before the start; empty if the members' inputs already are one tensor.
+        wait: the wait and the views that all members share.
+        unpack: by name of the member's wait, the nodes that stand for it.
+    """
+
+    pack: tuple[fx.Node, ...]
+    start: fx.Node
+    wait: tuple[fx.Node, ...]
+    unpack: dict[str, tuple[fx.Node, ...]]
+
+
+def why_not_bucketed(collective: Collective) -> str:
+    """Why a free collective cannot join a bucket; empty if it can."""
+    if collective.is_bucket:
+        return "it is a bucket already"
+    tensors: list[torch.Tensor] = [_source(collective).meta["val"], collective.start.meta["val"]]
+    if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return "symbolic sizes"
+    return ""
+
+
+def bucket_members(start: fx.Node) -> tuple[str, ...]:
+    """Names of the collectives that were merged into ``start``; empty if it is no bucket."""
+    return start.meta.get(_MEMBERS, ())
+
+
+def merge_bucket(name: str, members: Sequence[Collective]) -> MergedBucket:
+    """Replace ``members`` (at least two, in payload order) by one collective called ``name``.
+
+    Raises:
+        ValueError: The members cannot share a bucket.
+    """
+    _check(name, members)
+    output = next(node for node in reversed(members[0].start.graph.nodes) if node.op == "output")
+    with members[0].start.graph.inserting_before(output):
+        merged = _Merger(name, members).merge()
+    for member in members:
+        member.start.graph.erase_node(member.waits[0])
+        member.start.graph.erase_node(member.start)
+    return merged
+
+
+def _check(name: str, members: Sequence[Collective]) -> None:
+    if len(members) < 2:
+        raise ValueError(f"bucket {name!r} has {len(members)} member; a bucket merges at least two")
+    keys = sorted({member.bucket_key for member in members})
+    if len(keys) > 1:
+        raise ValueError(
+            f"bucket {name!r}: members must share kind, group, dtype and reduction, got {keys}"
+        )
+    for member in members:
+        reason = why_not_bucketed(member) if member.free else member.why_fixed
+        if reason:
+            raise ValueError(f"bucket {name!r}: {member.name} cannot join it: {reason}")
+
+
+def _source(collective: Collective) -> fx.Node:
+    return collective.start.all_input_nodes[0]
+
+
+class _Merger:
+    """Writes the nodes of one bucket at the graph's insertion point."""
+
+    def __init__(self, name: str, members: Sequence[Collective]) -> None:
+        self.graph = members[0].start.graph
+        self.name = name
+        self.members = members
+        self.sources = [_source(member) for member in members]
+        self._written: list[fx.Node] = []
+
+    def merge(self) -> MergedBucket:
+        kind = self.members[0].kind
+        if kind == "all_gather":
+            return self._all_gather()
+        if kind == "reduce_scatter":
+            return self._reduce_scatter()
+        return self._all_reduce()
+
+    def _all_gather(self) -> MergedBucket:
+        shards = [prod(member.input_shape) for member in self.members]
+        world = prod(self.members[0].output_shape) // max(1, shards[0])
+        packed = self._cat([self._reshape(source, [-1]) for source in self.sources], dim=0)
+        pack = self._take()
+        start = self._start(packed, [world * sum(shards)])
+        waited = self._call(c10d.wait_tensor.default, (start,), shape=[world * sum(shards)])
+        rows = self._reshape(waited, [world, sum(shards)])
+        chunks = self._split(rows, [[world, shard] for shard in shards], dim=1)
+        wait = self._take()[1:]
+        unpack: dict[str, tuple[fx.Node, ...]] = {}
+        for member, chunk in zip(self.members, chunks, strict=True):
+            contiguous = {"memory_format": torch.contiguous_format}
+            copy = self._call(aten.clone.default, (chunk,), contiguous, shape=_shape(chunk))
+            self._replace(member, self._reshape(copy, list(member.output_shape)))
+            unpack[member.waits[0].name] = self._take()
+        return MergedBucket(pack, start, wait, unpack)
+
+    def _reduce_scatter(self) -> MergedBucket:
+        shards = [prod(member.output_shape) for member in self.members]
+        world = prod(self.members[0].input_shape) // max(1, shards[0])
+        rows = [
+            self._reshape(source, [world, shard])
+            for source, shard in zip(self.sources, shards, strict=True)
+        ]
+        packed = self._reshape(self._cat(rows, dim=1), [world * sum(shards)])
+        pack = self._take()
+        start = self._start(packed, [sum(shards)])
+        return self._finish_reduction(pack, start, shards)
+
+    def _all_reduce(self) -> MergedBucket:
+        sizes = [prod(member.input_shape) for member in self.members]
+        packed = _common_payload(self.sources)
+        if packed is None:
+            packed = self._cat([self._reshape(source, [-1]) for source in self.sources], dim=0)
+        pack = self._take()
+        start = self._start(packed, [sum(sizes)])
+        return self._finish_reduction(pack, start, sizes)
+
+    def _finish_reduction(
+        self, pack: tuple[fx.Node, ...], start: fx.Node, sizes: Sequence[int]
+    ) -> MergedBucket:
+        waited = self._call(c10d.wait_tensor.default, (start,), shape=[sum(sizes)])
+        chunks = self._split(waited, [[size] for size in sizes], dim=0)
+        wait = self._take()[1:]
+        unpack: dict[str, tuple[fx.Node, ...]] = {}
+        for member, chunk in zip(self.members, chunks, strict=True):
+            self._replace(member, self._reshape(chunk, list(member.output_shape)))
+            unpack[member.waits[0].name] = self._take()
+        return MergedBucket(pack, start, wait, unpack)
+
+    def _start(self, packed: fx.Node, shape: Sequence[int]) -> fx.Node:
+        like = self.members[0].start
+        args = (packed, *like.args[1:])
+        start = self._call(like.target, args, dict(like.kwargs), shape=shape, name=self.name)
+        start.meta[_MEMBERS] = tuple(member.name for member in self.members)
+        return start
+
+    def _cat(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+        shape = _shape(parts[0])
+        shape[dim] = sum(_shape(part)[dim] for part in parts)
+        return self._call(aten.cat.default, (list(parts), dim), shape=shape)
+
+    def _split(self, node: fx.Node, shapes: Sequence[list[int]], dim: int) -> list[fx.Node]:
+        sizes = [shape[dim] for shape in shapes]
+        value = list(node.meta["val"].split(sizes, dim))
+        split = self._add(aten.split_with_sizes.default, (node, sizes, dim), {}, value)
+        return [
+            self._add(operator.getitem, (split, index), {}, value[index])
+            for index in range(len(sizes))
+        ]
+
+    def _reshape(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        sizes = [prod(_shape(node))] if shape == [-1] else shape
+        if _shape(node) == sizes:
+            return node
+        value = node.meta["val"].reshape(sizes)
+        return self._add(aten.reshape.default, (node, sizes), {}, value)
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        shape: Sequence[int],
+        name: str | None = None,
+    ) -> fx.Node:
+        """A node that writes a new contiguous tensor of ``shape``."""
+        value = self.sources[0].meta["val"].new_empty(list(shape))
+        return self._add(target, args, kwargs or {}, value, name)
+
+    def _add(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: object,
+        name: str | None = None,
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        like = self.members[0].start.meta
+        node.meta.update({key: like[key] for key in _INHERITED if key in like})
+        node.meta.update({"val": value, BUCKET: self.name})
+        self._written.append(node)
+        return node
+
+    def _take(self) -> tuple[fx.Node, ...]:
+        """What was written since the last call."""
+        written, self._written = tuple(self._written), []
+        return written
+
+    def _replace(self, member: Collective, result: fx.Node) -> None:
+        member.waits[0].replace_all_uses_with(result)
+
+
+def _common_payload(sources: Sequence[fx.Node]) -> fx.Node | None:
+    """The one waited tensor that ``sources`` are all parts of, in order and complete (HSDP)."""
+    parts = [_part(source) for source in sources]
+    if any(part is None for part in parts):
+        return None
+    splits = [part.args[0] for part in parts if part is not None]
+    split = splits[0]
+    if not isinstance(split, fx.Node) or any(other is not split for other in splits):
+        return None
+    indices = [part.args[1] for part in parts if part is not None]
+    if indices != list(range(len(split.meta["val"]))):
+        return None
+    return split.all_input_nodes[0]
+
+
+def _part(node: fx.Node) -> fx.Node | None:
+    if node.target is aten.reshape.default:
+        node = node.all_input_nodes[0]
+    is_part = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+    from_bucket = is_part and node.args[0].target is aten.split_with_sizes.default  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportUnknownMemberType]
+    return node if from_bucket and BUCKET in node.meta else None
+
+
+def _shape(node: fx.Node) -> list[int]:
+    return list(node.meta["val"].shape)

@@ -1,0 +1,453 @@
+"""Find and describe every collective of an FX graph; say which are free to move.
+
+A collective is *free* when moving its start and wait cannot change what is computed or block what
+follows: a parameter gather whose ancestors are one unary chain from one graph input, or a gradient
+reduction whose results only reach graph outputs (for HSDP the reduce-scatter and the all-reduce
+that follows it are one chain). Everything else is described, with the reason, and stays where it
+is: collectives on the critical path (tensor parallel, expert parallel), coalesced and in-place
+forms, gathers of an input that the graph also writes.
+
+An op that may communicate without being a functional collective is a *barrier*: no collective
+moves across it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from inductor_overlap.cost_model.sizes import shape_hint, tensor_bytes
+from inductor_overlap.passes.parameter_names import (
+    descriptor_fqn,
+    module_path,
+    parameter_fqn,
+    parameter_position,
+)
+
+_NAMESPACE = "_c10d_functional"
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+BUCKET = "inductor_overlap_bucket"
+"""Key in ``meta`` of the nodes that make up a bucket (pack, start, wait, unpack): its name."""
+BUCKETED_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_GROUP_ARGUMENTS = ("group_name", "group", "process_group", "pg", "comm")
+_COMMUNICATION_WORDS = re.compile(
+    r"(^|_)(all_?(gather|reduce|to_?all)|reduce_?scatter|broadcast|i?send|i?recv|p2p|a2a|barrier"
+    r"|dispatch|combine|permute_collective|comm)(_|$)"
+)
+_COMPUTE_NAMESPACES = frozenset({"aten", "prims", "inductor", "inductor_prims", "quantized", "rngprims"})
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One functional collective.
+
+    Attributes:
+        name: name of the start node.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or, for another
+            functional collective, its op name.
+        size_bytes: nccl-tests size: total gathered output of an all-gather, total input of a
+            reduce-scatter, the buffer of an all-reduce or all-to-all; padded shapes.
+        group_name: name of the process group.
+        group: the group argument as it stands in the graph: a string or an FX node.
+        ranks: global ranks of the group; ``range(size)`` when the group is not registered here.
+        fqn: the parameter it serves; ``module``: path of that parameter's module.
+        free: it may move; ``why_fixed`` says why it may not.
+        input_position: position of the parameter among the parameters, by first use; payload order
+            inside a bucket.
+        head: chain from the graph input (excluded) to the start (excluded), gathers only.
+        pack: nodes that merge the inputs of a bucket, between head and start.
+        unpack: nodes that take the result of a gathered bucket apart.
+        tail: chain from the wait (excluded) to the graph output, reductions only.
+        follows: name of the reduction whose result this one reduces further (HSDP).
+    """
+
+    name: str
+    kind: str
+    start: fx.Node
+    waits: tuple[fx.Node, ...]
+    size_bytes: int
+    dtype: torch.dtype
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    reduce_op: str
+    group_name: str
+    group: str | fx.Node
+    ranks: tuple[int, ...]
+    fqn: str | None
+    module: str | None
+    free: bool
+    why_fixed: str
+    input_position: int = 0
+    pack: tuple[fx.Node, ...] = ()
+    unpack: tuple[fx.Node, ...] = ()
+    head: tuple[fx.Node, ...] = ()
+    tail: tuple[fx.Node, ...] = ()
+    follows: str = ""
+
+    @property
+    def is_bucket(self) -> bool:
+        return BUCKET in self.start.meta
+
+    @property
+    def bucket_key(self) -> tuple[str, str, str, str]:
+        """What members of one bucket share: kind, group, dtype, reduction."""
+        return (self.kind, self.group_name, str(self.dtype), self.reduce_op)
+
+    def __repr__(self) -> str:
+        what = self.fqn or self.module or "?"
+        state = "free" if self.free else f"fixed: {self.why_fixed}"
+        return f"Collective({self.name}, {self.kind}, {self.size_bytes} B, {what}, {state})"
+
+
+def op_name(node: fx.Node) -> str:
+    """``namespace::op`` of a call_function node, without the overload."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "__name__", str(target))
+
+
+def is_start(node: fx.Node) -> bool:
+    """True for every functional collective, coalesced and in-place forms included."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace == _NAMESPACE and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """True for an op that may communicate but is no functional collective that we know.
+
+    Custom ops count when their schema takes a group or their name says that they communicate;
+    effectful ops (``with_effects``) always do.
+    """
+    if node.op != "call_function":
+        return False
+    if is_start(node):
+        return _kind(node) not in _KINDS.values() and op_name(node).split("::")[1] not in _SAFE_FORMS
+    if op_name(node) == "with_effects":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in _COMPUTE_NAMESPACES:
+        return False
+    if is_wait(node):
+        return False
+    takes_group = any(argument.name in _GROUP_ARGUMENTS for argument in target._schema.arguments)
+    return takes_group or _COMMUNICATION_WORDS.search(target._schema.name.split("::")[1]) is not None
+
+
+_SAFE_FORMS = frozenset(
+    f"{base}{suffix}" for base in _KINDS for suffix in ("", "_", "_out", "_coalesced", "_coalesced_")
+) | {"broadcast", "broadcast_"}
+
+
+def find_collectives(graph: fx.Graph) -> list[Collective]:
+    """Describe every functional collective of ``graph``, in graph order."""
+    written = _written_inputs(graph)
+    sizes = _group_sizes(graph)
+    found: dict[str, Collective] = {}
+    for node in graph.nodes:
+        if is_start(node):
+            found[node.name] = _describe(node, written, found, sizes)
+    return list(found.values())
+
+
+def _describe(
+    start: fx.Node,
+    written: frozenset[fx.Node],
+    found: dict[str, Collective],
+    sizes: dict[str, int],
+) -> Collective:
+    waits = tuple(_waits(start))
+    arguments = _arguments(start)
+    group = cast("str | fx.Node", arguments.get("group_name", ""))
+    name = group_name_of(group)
+    source = _single_tensor(start.args[0] if start.args else None)
+    output = _single_tensor(start)
+    kind = _kind(start)
+    pack = _pack(start)
+    head, root = _head(start, pack) if kind == "all_gather" else ((), None)
+    tail, ends_in_output = _tail(waits)
+    follows = _followed_reduction(start, found)
+    why_fixed = _why_fixed(start, kind, waits, source, root, written, ends_in_output)
+    fqn = parameter_fqn(start) or (descriptor_fqn(root) if root is not None else None)
+    return Collective(
+        name=start.name,
+        kind=kind,
+        start=start,
+        waits=waits,
+        size_bytes=_nbytes(output if kind == "all_gather" else source),
+        dtype=source.dtype if source is not None else torch.float32,
+        input_shape=_shape(source),
+        output_shape=_shape(output),
+        reduce_op=str(arguments.get("reduce_op", "")),
+        group_name=name,
+        group=group,
+        ranks=_group_ranks(name, sizes),
+        fqn=fqn,
+        module=_module_of(start, fqn),
+        free=not why_fixed,
+        why_fixed=why_fixed,
+        input_position=_input_position(start, root, len(found)),
+        pack=pack,
+        unpack=_unpack(waits) if kind == "all_gather" else (),
+        head=head if not why_fixed else (),
+        tail=tail if not why_fixed and kind != "all_gather" else (),
+        follows=follows,
+    )
+
+
+def _why_fixed(
+    start: fx.Node,
+    kind: str,
+    waits: Sequence[fx.Node],
+    source: torch.Tensor | None,
+    root: fx.Node | None,
+    written: frozenset[fx.Node],
+    ends_in_output: bool,
+) -> str:
+    if kind not in BUCKETED_KINDS:
+        return f"{kind} is on the critical path"
+    if op_name(start).split("::")[1] not in _KINDS or source is None:
+        return "coalesced or in-place form"
+    if len(waits) != 1:
+        return f"{len(waits)} waits where one was expected"
+    if any(user is not waits[0] for user in start.users):
+        return "its unfinished result is used before the wait"
+    if kind == "all_gather":
+        if root is None:
+            return "it gathers a computed value, not a graph input"
+        return "the graph writes the gathered input" if root in written else ""
+    return "" if ends_in_output else "its result is used inside the graph"
+
+
+def _waits(start: fx.Node) -> Iterator[fx.Node]:
+    for user in start.users:
+        if is_wait(user):
+            yield user
+        elif op_name(user) == "getitem":
+            yield from (leaf for leaf in user.users if is_wait(leaf))
+
+
+def _pack(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The pack nodes of a bucket, in execution order; nothing for a single collective."""
+    if BUCKET not in start.meta:
+        return ()
+    pack: list[fx.Node] = []
+    pending = list(start.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node.meta.get(BUCKET) == start.meta[BUCKET] and not is_wait(node) and node not in pack:
+            pack.append(node)
+            pending += node.all_input_nodes
+    return tuple(reversed(pack))
+
+
+def _unpack(waits: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    name = waits[0].meta.get(BUCKET) if waits else None
+    if name is None:
+        return ()
+    unpack: list[fx.Node] = []
+    pending = list(waits)
+    while pending:
+        users = [user for user in pending.pop().users if user.meta.get(BUCKET) == name]
+        unpack += users
+        pending += users
+    return tuple(unpack)
+
+
+def _head(
+    start: fx.Node, pack: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
+    """The unary chains that feed ``start`` and a graph input they begin at, or None.
+
+    One chain for a single gather, one per member for a bucket. A chain node with other users is
+    shared: the chain is still unary, but that node and what comes before it stay where they are.
+    """
+    ends = [arg for node in pack for arg in _tensor_inputs(node) if arg not in pack]
+    head: list[fx.Node] = []
+    root: fx.Node | None = None
+    for node in ends if pack else _tensor_inputs(start):
+        chain, root = _chain(node)
+        if root is None:
+            return (), None
+        head += [link for link in chain if link not in head]
+    return tuple(head), root
+
+
+def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+    links: list[fx.Node] = []
+    while node.op != "placeholder":
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or not _is_pure(node):
+            return [], None
+        links.append(node)
+        node = inputs[0]
+    shared = next((i for i, link in enumerate(links) if len(link.users) > 1), len(links))
+    return links[:shared][::-1], node
+
+
+def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    return [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        target.namespace in _COMPUTE_NAMESPACES and not target._schema.is_mutable
+    )
+
+
+def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
+    """Unary chain of nodes after the wait, and whether everything it reaches is a graph output.
+
+    Another reduction of the result (HSDP's all-reduce) is followed, not counted as use.
+    """
+    tail: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    pending = [user for wait in waits for user in wait.users]
+    while pending:
+        node = pending.pop()
+        if node in seen or node.op == "output":
+            continue
+        seen.add(node)
+        if not _may_follow_reduction(node):
+            return (), False
+        if len(node.all_input_nodes) == 1 and not is_start(node) and not is_wait(node):
+            tail.append(node)
+        pending.extend(node.users)
+    order = {node: position for position, node in enumerate(waits[0].graph.nodes)} if tail else {}
+    tail.sort(key=lambda node: order[node])
+    behind_start = {user for node in seen if is_start(node) for user in _reached(node)}
+    return tuple(node for node in tail if node not in behind_start), True
+
+
+def _reached(start: fx.Node) -> set[fx.Node]:
+    reached: set[fx.Node] = set()
+    pending = list(start.users)
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending.extend(node.users)
+    return reached
+
+
+def _may_follow_reduction(node: fx.Node) -> bool:
+    """Ops that finish a gradient: unary chains, sums of two gradients, a further all-reduce."""
+    if is_start(node):
+        return _kind(node) == "all_reduce"
+    if is_wait(node) or op_name(node) == "getitem":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    sums = target in (torch.ops.aten.add.Tensor, torch.ops.aten.cat.default)
+    return target.namespace in _COMPUTE_NAMESPACES and (len(node.all_input_nodes) == 1 or sums)
+
+
+def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
+    node = start
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+        if is_wait(node):
+            previous = found.get(node.all_input_nodes[0].name)
+            return previous.name if previous is not None and previous.free else ""
+    return ""
+
+
+def _written_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Graph inputs that some node of the graph writes."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            written.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
+        elif node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator):
+            written.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
+    return frozenset(written)
+
+
+def _kind(start: fx.Node) -> str:
+    name = op_name(start).split("::")[1]
+    base = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+    return _KINDS.get(base, base)
+
+
+def _arguments(start: fx.Node) -> dict[str, Any]:
+    """Arguments by schema name; constants of group nodes stay nodes."""
+    target = cast("torch._ops.OpOverload", start.target)
+    named = {
+        argument.name: value
+        for argument, value in zip(target._schema.arguments, start.args, strict=False)
+    }
+    return {**named, **start.kwargs}
+
+
+def group_name_of(group: str | fx.Node) -> str:
+    """Name of a process group argument: the string, or what the group node's value says."""
+    if isinstance(group, fx.Node):
+        return str(getattr(group.meta.get("val"), "group_name", group.name))
+    return str(group)
+
+
+def _group_sizes(graph: fx.Graph) -> dict[str, int]:
+    """Group name -> number of ranks, as far as the collectives of the graph state it."""
+    sizes: dict[str, int] = {}
+    for node in graph.nodes:
+        arguments = _arguments(node) if is_start(node) else {}
+        if "group_size" in arguments and "group_name" in arguments:
+            sizes[group_name_of(arguments["group_name"])] = int(arguments["group_size"])
+    return sizes
+
+
+def _group_ranks(group_name: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Ranks of a registered group; else a contiguous group of the stated size, at least a pair."""
+    if dist.is_available() and dist.is_initialized():
+        try:
+            group = dist.distributed_c10d._resolve_process_group(group_name)
+            return tuple(dist.get_process_group_ranks(group))
+        except (RuntimeError, ValueError, KeyError):
+            pass
+    return tuple(range(sizes.get(group_name, 2)))
+
+
+def _input_position(start: fx.Node, root: fx.Node | None, default: int) -> int:
+    position = parameter_position(start)
+    if position is not None or root is None:
+        return default if position is None else position
+    inputs = [node for node in start.graph.nodes if node.op == "placeholder"]
+    return inputs.index(root)
+
+
+def _module_of(node: fx.Node, fqn: str | None) -> str | None:
+    if fqn is not None:
+        return fqn.rpartition(".")[0]
+    return module_path(node)
+
+
+def _single_tensor(argument: object) -> torch.Tensor | None:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _shape(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return shape_hint(tensor) if tensor is not None else ()
+
+
+def _nbytes(tensor: torch.Tensor | None) -> int:
+    return tensor_bytes(tensor) if tensor is not None else 0

@@ -1,0 +1,344 @@
+"""The adapter between FX graphs and Schedules: ``read_graph`` and ``write_order``.
+
+Every node that computes becomes one task, with two exceptions that keep plans equal on all ranks:
+the chain that prepares a shard for its gather (cast, pad) is one task, and so is the chain that
+finishes a reduced gradient (unpad, cast). Their nodes and local shapes may differ between ranks
+when shards are uneven, so both are priced from the padded shapes of the collective.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.fx as fx
+
+from inductor_overlap.cost_model.fusion import is_fusible
+from inductor_overlap.cost_model.pricing import PricedCluster
+from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
+from inductor_overlap.cost_model.sizes import numel_hint, tensor_bytes
+from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
+from inductor_overlap.passes.collectives import (
+    Collective,
+    find_collectives,
+    is_barrier,
+    is_wait,
+)
+from inductor_overlap.passes.program import FreeCollective, Program
+from inductor_overlap.passes.storages import Storages, is_alias
+
+
+@dataclass(frozen=True)
+class GraphProgram:
+    """A program and the graph it was read from."""
+
+    program: Program
+    collectives: tuple[Collective, ...]
+    nodes: Mapping[str, tuple[fx.Node, ...]]
+    """Task name -> its nodes, in graph order."""
+
+
+def read_graph(graph: fx.Graph, prices: PricedCluster) -> GraphProgram:
+    """The program of a post-grad ``graph``. Changes nothing and never raises on unknown ops."""
+    return _Reader(graph, prices).read()
+
+
+def write_order(graph: fx.Graph, nodes: Mapping[str, Sequence[fx.Node]], order: Iterable[str]) -> int:
+    """Put the nodes of ``graph`` into the task order; returns how many nodes changed place.
+
+    Nodes that belong to no task (inputs, attributes) stay in front, the output stays last.
+    """
+    wanted = [node for name in order for node in nodes.get(name, ())]
+    listed = set(wanted)
+    current = [node for node in graph.nodes if node in listed]
+    front = [node for node in graph.nodes if node not in listed and node.op != "output"]
+    moved = sum(a is not b for a, b in zip(current, wanted, strict=True))
+    if moved == 0:
+        return 0
+    cursor = graph._root
+    for node in [*front, *wanted]:
+        if cursor.next is not node:
+            cursor.append(node)
+        cursor = node
+    return moved
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, prices: PricedCluster) -> None:
+        self.graph = graph
+        self.prices = prices
+        self.storages = Storages(graph)
+        self.collectives = tuple(find_collectives(graph))
+        self.by_start = {collective.start: collective for collective in self.collectives}
+        self.task_of: dict[fx.Node, str] = {}
+        self.nodes: dict[str, list[fx.Node]] = defaultdict(list)
+        self.durations: dict[str, float] = {}
+        self._assign_tasks()
+
+    def read(self) -> GraphProgram:
+        movable = self._movable()
+        tasks = self._tasks(movable)
+        schedule = Schedule(
+            tasks=tuple(tasks),
+            buffers=self.storages.buffers,
+            machine=self.prices.machine({c.group_name: c.ranks for c in self.collectives}),
+        )
+        free = tuple(self._neutral(collective) for collective in self.collectives if collective.free)
+        program = Program(
+            schedule=schedule,
+            collectives=free,
+            movable=frozenset(movable),
+            prices=self.prices,
+            num_collectives=len(self.collectives),
+        )
+        return GraphProgram(
+            program, self.collectives, {name: tuple(nodes) for name, nodes in self.nodes.items()}
+        )
+
+    def _assign_tasks(self) -> None:
+        for collective in self.collectives:
+            for node in collective.head:
+                self.task_of[node] = f"{collective.name}.prepare"
+            for node in collective.pack:
+                self.task_of[node] = f"{collective.name}.pack"
+            for node in collective.tail:
+                self.task_of[node] = f"{collective.name}.finish"
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr"):
+                continue
+            self.nodes[self.task_of.setdefault(node, node.name)].append(node)
+
+    def _writes(self, name: str, nodes: Sequence[fx.Node]) -> list[str]:
+        if name in self.chains:
+            return list(self.storages.add_chain(name, nodes, self.chains[name]))
+        return [buffer for node in nodes for buffer in self.storages.add(node)]
+
+    @cached_property
+    def chains(self) -> Mapping[str, int]:
+        """Preparing and finishing tasks -> bytes they write: those of a cast, else 0 (a view).
+
+        Padding and unpadding are left out, since only some ranks do them; sizes are padded.
+        """
+        chains: dict[str, int] = {}
+        for collective in self.collectives:
+            source, result = collective.start.all_input_nodes[:1], collective.waits[:1]
+            if collective.head:
+                casts = _dtypes(collective.head) != {collective.dtype}
+                nbytes = tensor_bytes(source[0].meta["val"]) if casts else 0
+                chains[f"{collective.name}.prepare"] = nbytes
+            if collective.tail:
+                value = result[0].meta["val"]
+                last = _dtypes(collective.tail[-1:])
+                casts = last != {value.dtype}
+                itemsize = max(dtype.itemsize for dtype in last) if casts else 0
+                chains[f"{collective.name}.finish"] = numel_hint(value) * itemsize
+        return chains
+
+    def _movable(self) -> set[str]:
+        """Starts, waits, preparing and finishing tasks, and all that only finishes gradients."""
+        movable: set[str] = set()
+        for collective in self.collectives:
+            if not collective.free:
+                continue
+            movable |= {collective.name, collective.waits[0].name}
+            parts = (*collective.head, *collective.pack, *collective.unpack, *collective.tail)
+            movable |= {self.task_of[node] for node in parts}
+            if collective.kind != "all_gather":
+                movable |= {self.task_of[node] for node in _reached(collective.waits[0])}
+        return movable
+
+    def _tasks(self, movable: set[str]) -> list[Task]:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self.storages.add_input(node)
+        links = _Links(movable)
+        tasks: list[Task] = []
+        done: set[str] = set()
+        for node in self.graph.nodes:
+            name = self.task_of.get(node)
+            if name is None or name in done:
+                continue
+            done.add(name)
+            tasks.append(self._task(name, self.nodes[name], links))
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                self.storages.mark_outputs(node)
+        return tasks
+
+    def _task(self, name: str, nodes: Sequence[fx.Node], links: _Links) -> Task:
+        inputs = [arg for node in nodes for arg in node.all_input_nodes]
+        deps = [self.task_of[arg] for arg in inputs if arg in self.task_of]
+        reads = list(dict.fromkeys(b for arg in inputs for b in self.storages.of(arg)))
+        writes = self._writes(name, nodes)
+        order_deps = links.deps(name, nodes, reads, self.storages)
+        all_deps = tuple(dict.fromkeys(d for d in (*deps, *order_deps) if d != name))
+        reads = [buffer for buffer in reads if buffer not in writes]
+        return self._make(name, nodes, all_deps, tuple(reads), tuple(writes))
+
+    def _make(
+        self,
+        name: str,
+        nodes: Sequence[fx.Node],
+        deps: tuple[str, ...],
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+    ) -> Task:
+        collective = self.by_start.get(nodes[0])
+        if collective is not None:
+            return self._start(collective, deps, reads, writes)
+        if is_wait(nodes[0]):
+            return self._wait(nodes[0], deps, reads, writes)
+        if name in self.chains:
+            duration_us = self.prices.copy_us(self.chains[name]) if self.chains[name] else 0.0
+        else:
+            duration_us = sum(self.prices.compute_us(node) for node in nodes)
+        return Task(name, duration_us=duration_us, deps=deps, reads=reads, writes=writes)
+
+    def _start(
+        self,
+        collective: Collective,
+        deps: tuple[str, ...],
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+    ) -> Task:
+        duration_us = self.prices.collective_us(
+            collective.kind, collective.size_bytes, collective.ranks
+        )
+        self.durations[collective.name] = duration_us
+        if not collective.waits:
+            return Task(collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes)
+        return Task(
+            name=collective.name,
+            kind="start",
+            duration_us=duration_us,
+            wire_us=self._wire_us(collective, duration_us),
+            queue=collective.group_name,
+            deps=deps,
+            reads=reads,
+            writes=writes,
+        )
+
+    def _wire_us(self, collective: Collective, duration_us: float) -> float:
+        """What the bytes cost when merged with all others of the same key: rate of the whole."""
+        if not collective.free:
+            return duration_us
+        total_bytes = self._total_bytes[collective.bucket_key]
+        least_us = self.prices.collective_us(collective.kind, total_bytes, collective.ranks)
+        return min(duration_us, least_us * collective.size_bytes / max(1, total_bytes))
+
+    @cached_property
+    def _total_bytes(self) -> Mapping[tuple[str, ...], int]:
+        totals: dict[tuple[str, ...], int] = defaultdict(int)
+        for collective in self.collectives:
+            if collective.free:
+                totals[collective.bucket_key] += collective.size_bytes
+        return totals
+
+    def _wait(
+        self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
+    ) -> Task:
+        """A wait; further waits of one collective, and waits of unknown tensors, are free compute."""
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        while source not in self.by_start and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        collective = self.by_start.get(source)
+        if collective is None or collective.waits[0] is not node:
+            return Task(node.name, deps=deps, reads=reads, writes=writes)
+        return Task(
+            name=node.name,
+            kind="wait",
+            collective=collective.name,
+            deps=deps,
+            reads=reads,
+            writes=writes,
+        )
+
+    def _neutral(self, collective: Collective) -> FreeCollective:
+        source = collective.start.all_input_nodes[0].meta["val"]
+        return FreeCollective(
+            name=collective.name,
+            wait=collective.waits[0].name,
+            kind=collective.kind,
+            bucket_key=collective.bucket_key,
+            size_bytes=collective.size_bytes,
+            input_bytes=tensor_bytes(source),
+            output_bytes=tensor_bytes(collective.start.meta["val"]),
+            ranks=collective.ranks,
+            fqn=collective.fqn,
+            module=collective.module,
+            input_position=collective.input_position,
+            unpack_is_fused=_only_fused_readers(collective.waits[0]),
+            can_merge=not why_not_bucketed(collective),
+            follows=collective.follows,
+            members=bucket_members(collective.start),
+        )
+
+
+class _Links:
+    """Order dependences that data flow does not show: barriers and in-place writes."""
+
+    def __init__(self, movable: set[str]) -> None:
+        self._movable = movable
+        self._since_barrier: list[str] = []
+        self._barrier = ""
+        self._readers: dict[str, list[str]] = defaultdict(list)
+
+    def deps(
+        self, name: str, nodes: Sequence[fx.Node], reads: Sequence[str], storages: Storages
+    ) -> list[str]:
+        deps: list[str] = []
+        if any(is_barrier(node) for node in nodes):
+            deps += self._since_barrier
+            self._barrier, self._since_barrier = name, []
+        elif name in self._movable:
+            deps += [self._barrier] if self._barrier else []
+            self._since_barrier.append(name)
+        for node in nodes:
+            for buffer in _written_in_place(node, storages):
+                deps += self._readers[buffer]
+                self._readers[buffer] = []
+        for buffer in reads:
+            self._readers[buffer].append(name)
+        return deps
+
+
+def _written_in_place(node: fx.Node, storages: Storages) -> list[str]:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    written: list[str] = []
+    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+        if argument.is_write and isinstance(value, fx.Node):
+            written += storages.of(value)
+    return written
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    reached: set[fx.Node] = set()
+    pending = [user for user in node.users if user.op != "output"]
+    while pending:
+        current = pending.pop()
+        if current not in reached:
+            reached.add(current)
+            pending += [user for user in current.users if user.op != "output"]
+    return reached
+
+
+def _only_fused_readers(wait: fx.Node) -> bool:
+    pending = list(wait.users)
+    while pending:
+        user = pending.pop()
+        if is_alias(user):
+            pending += list(user.users)
+        elif not is_fusible(user):
+            return False
+    return bool(wait.users)
+
+
+def _dtypes(nodes: Iterable[fx.Node]) -> set[torch.dtype]:
+    """The dtypes that ``nodes`` read and write."""
+    values = [arg.meta.get("val") for node in nodes for arg in (node, *node.all_input_nodes)]
+    return {value.dtype for value in values if isinstance(value, torch.Tensor)}

@@ -1,0 +1,154 @@
+"""Greedy wrap: SimpleFSDP's auto-wrapping (arXiv 2411.00284, section on auto wrapping).
+
+Walk the gathers in order of first use and grow a bucket while its communication still fits the
+compute of the bucket before it (in backward gather and scatter together), its buffers fit the
+memory that step leaves, and it stays below a share of all gathered bytes. Reductions grow along
+the same compute, and close early near the end of the graph so that the tail is hidden.
+Linear in the tasks, order-preserving, not optimal: the reference that better policies are compared
+with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from inductor_overlap.cost_model.memory import memory_profile
+from inductor_overlap.passes.manual_wrap import make_buckets
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program, Windows, find_windows
+from inductor_overlap.passes.reorder import order_on_demand
+
+_TAIL_FACTOR = 5.0
+"""A scatter bucket closes when the remaining compute is less than this many times its duration."""
+
+
+@dataclass(frozen=True)
+class GreedyWrap:
+    """The policy ``wrap="greedy"``.
+
+    Attributes:
+        max_share: largest share of all bytes of a bucket key in one bucket; the published
+            calibration puts it between 0.2 and 0.3.
+    """
+
+    max_share: float = 0.3
+
+    def buckets(self, program: Program, *, memory_limit_bytes: float = math.inf) -> list[Bucket]:
+        """The buckets greedy wrapping makes of ``program``."""
+        walk = _Walk(program, self.max_share, memory_limit_bytes)
+        keyed: list[tuple[str, FreeCollective]] = []
+        for key, gathers in _by_key(program.gathers):
+            keyed += _labelled(f"gather {key}", walk.wrap_gathers(gathers))
+        for key, reductions in _by_key(program.reductions):
+            keyed += _labelled(f"reduction {key}", walk.wrap_reductions(reductions))
+        return make_buckets(keyed)
+
+
+def _by_key(
+    collectives: Sequence[FreeCollective],
+) -> Iterator[tuple[str, list[FreeCollective]]]:
+    keys = dict.fromkeys(str(collective.bucket_key) for collective in collectives)
+    for key in keys:
+        yield key, [c for c in collectives if str(c.bucket_key) == key and c.can_merge]
+
+
+def _labelled(
+    label: str, buckets: Iterable[Sequence[FreeCollective]]
+) -> Iterator[tuple[str, FreeCollective]]:
+    for index, members in enumerate(buckets):
+        yield from ((f"{label} {index}", member) for member in members)
+
+
+class _Walk:
+    def __init__(self, program: Program, max_share: float, limit_bytes: float) -> None:
+        self.program = program
+        self.max_share = max_share
+        self.limit_bytes = limit_bytes
+        self.windows: Windows = find_windows(program)
+        compute = [t.duration_us if t.kind == "compute" else 0.0 for t in program.fixed]
+        self.clock_us = list(accumulate(compute, initial=0.0))
+        self.live_bytes = _live_at_fixed(program)
+        self.scatter_us = self._scatter_us_by_parameter()
+
+    def wrap_gathers(self, gathers: Sequence[FreeCollective]) -> list[list[FreeCollective]]:
+        ordered = sorted(gathers, key=lambda gather: self.windows.first_use[gather.name])
+        most_bytes = self.max_share * sum(gather.size_bytes for gather in ordered)
+        buckets: list[list[FreeCollective]] = []
+        step_us = 0.0
+        for gather in ordered:
+            own_us = self._compute_between(buckets[-1][0], gather) if buckets else 0.0
+            grown = [*buckets[-1], gather] if buckets else [gather]
+            fits = (
+                self._gather_us(grown) <= step_us
+                and sum(member.size_bytes for member in grown) <= most_bytes
+                and self._fits_memory(grown)
+            )
+            # Without compute of its own a bucket cannot hide the next one: it may not close.
+            if not buckets or (own_us > 0.0 and not fits):
+                step_us = own_us
+                buckets.append([gather])
+            else:
+                buckets[-1].append(gather)
+        return buckets
+
+    def wrap_reductions(self, reductions: Sequence[FreeCollective]) -> list[list[FreeCollective]]:
+        ordered = sorted(reductions, key=lambda r: self.windows.ready_at[r.name])
+        most_bytes = self.max_share * sum(reduction.size_bytes for reduction in ordered)
+        buckets: list[list[FreeCollective]] = []
+        window_us = 0.0
+        for reduction in ordered:
+            grown = [*buckets[-1], reduction] if buckets else [reduction]
+            now_us = self._ready_us(reduction)
+            bucket_us = self._merged_us(grown)
+            fits = (
+                bucket_us <= window_us
+                and sum(member.size_bytes for member in grown) <= most_bytes
+                and self.clock_us[-1] - now_us >= _TAIL_FACTOR * bucket_us
+            )
+            own_us = now_us - self._ready_us(buckets[-1][0]) if buckets else 0.0
+            if not buckets or (own_us > 0.0 and not fits):
+                window_us = own_us
+                buckets.append([reduction])
+            else:
+                buckets[-1].append(reduction)
+        return buckets
+
+    def _compute_between(self, first: FreeCollective, second: FreeCollective) -> float:
+        use = self.windows.first_use
+        return self.clock_us[use[second.name]] - self.clock_us[use[first.name]]
+
+    def _ready_us(self, reduction: FreeCollective) -> float:
+        return self.clock_us[self.windows.ready_at[reduction.name]]
+
+    def _gather_us(self, members: Sequence[FreeCollective]) -> float:
+        """Communication of a gather bucket's step: its gather, in backward also its scatters."""
+        scatters = sum(self.scatter_us.get(member.fqn or "", 0.0) for member in members)
+        return self._merged_us(members) + scatters
+
+    def _merged_us(self, members: Sequence[FreeCollective]) -> float:
+        size_bytes = sum(member.size_bytes for member in members)
+        return self.program.prices.collective_us(members[0].kind, size_bytes, members[0].ranks)
+
+    def _fits_memory(self, members: Sequence[FreeCollective]) -> bool:
+        """The step before the bucket's first use holds twice its inputs and outputs (arXiv)."""
+        use = self.windows.first_use[members[0].name]
+        before = self.live_bytes[max(0, use - 1)] if self.live_bytes else 0
+        bucket_bytes = sum(member.input_bytes + member.output_bytes for member in members)
+        return before + 2 * bucket_bytes <= self.limit_bytes
+
+    def _scatter_us_by_parameter(self) -> dict[str, float]:
+        tasks = self.program.schedule.by_name
+        return {r.fqn: tasks[r.name].wire_us for r in self.program.reductions if r.fqn is not None}
+
+
+def _live_at_fixed(program: Program) -> list[int]:
+    ordered = program.schedule.reordered(order_on_demand(program))
+    profile = memory_profile(ordered)
+    return [
+        live
+        for task, live in zip(ordered.tasks, profile, strict=True)
+        if task.name not in program.movable
+    ]

@@ -1,0 +1,173 @@
+"""Manual wrap: the user names modules, each becomes one bucket per kind of collective.
+
+An entry is a module (or parameter) FQN pattern: ``*`` stands for any text within one level,
+``[0-31]`` for a range of numbers. A pattern makes one bucket for each module it matches; a list of
+patterns makes one bucket of everything they match. A parameter belongs to the bucket of the module
+that holds it, at any depth. Collectives that no entry matches stay single.
+
+Refused with `WrapError`: an entry that matches nothing (the message lists the nearest names), and
+a parameter matched by two entries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program
+
+WrapEntry = str | Sequence[str]
+
+
+class WrapError(ValueError):
+    """A wrap list that does not fit the model."""
+
+
+@dataclass(frozen=True)
+class ManualWrap:
+    """The policy ``wrap=[...]``.
+
+    Attributes:
+        entries: patterns, or lists of patterns that share a bucket.
+    """
+
+    entries: tuple[str | tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, entries: Iterable[WrapEntry]) -> ManualWrap:
+        """Check the shape of a wrap list.
+
+        Raises:
+            WrapError: An entry is neither a non-empty string nor a non-empty list of them, or a
+                pattern cannot be read.
+        """
+        parsed = tuple(_parse_entry(entry) for entry in entries)
+        if not parsed:
+            raise WrapError('wrap is an empty list; name modules, or pass wrap="none" for no buckets')
+        for entry in parsed:
+            for pattern in _patterns(entry):
+                _compile(pattern)
+        return cls(parsed)
+
+    def buckets(self, program: Program, *, require_match: bool = True) -> list[Bucket]:
+        """The buckets of this wrap list for ``program``.
+
+        Args:
+            program: the program whose collectives are named.
+            require_match: refuse entries without a match; False for backward graphs, in which
+                frozen parameters do not occur.
+
+        Raises:
+            WrapError: An entry matches nothing, or two entries match one parameter.
+        """
+        named = [(name_of(c), c) for c in program.collectives if name_of(c) is not None]
+        owners: dict[str, int] = {}
+        keys: dict[str, str] = {}
+        for index, entry in enumerate(self.entries):
+            matches = _matches(entry, (name for name, _ in named if name is not None))
+            if not matches and require_match:
+                raise WrapError(_no_match(entry, [name for name, _ in named if name]))
+            for name, module in matches.items():
+                if owners.setdefault(name, index) != index:
+                    raise WrapError(_overlap(name, self.entries[owners[name]], entry))
+                keys[name] = f"{index}:{module}"
+        return make_buckets((keys[name], c) for name, c in named if name in keys)
+
+
+def name_of(collective: FreeCollective) -> str | None:
+    """What patterns are matched against: the parameter FQN, else its module's path."""
+    return collective.fqn if collective.fqn is not None else collective.module
+
+
+def make_buckets(keyed: Iterable[tuple[str, FreeCollective]]) -> list[Bucket]:
+    """One bucket for each pair of key and bucket key with at least two members.
+
+    Payload order is parameter order. Collectives that are buckets already, or whose sizes are
+    symbolic, do not join.
+    """
+    groups: dict[tuple[str, ...], list[FreeCollective]] = {}
+    for key, collective in keyed:
+        if collective.can_merge:
+            groups.setdefault((key, *collective.bucket_key), []).append(collective)
+    buckets: list[Bucket] = []
+    for members in groups.values():
+        if len(members) > 1:
+            members.sort(key=lambda member: member.input_position)
+            name = f"{members[0].kind}_bucket_{len(buckets)}"
+            buckets.append(Bucket(name, tuple(member.name for member in members)))
+    return buckets
+
+
+def _parse_entry(entry: object) -> str | tuple[str, ...]:
+    if isinstance(entry, str) and entry:
+        return entry
+    if isinstance(entry, (list, tuple)) and entry:
+        if all(isinstance(pattern, str) and pattern for pattern in entry):  # pyright: ignore[reportUnknownVariableType]
+            return tuple(entry)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    raise WrapError(
+        f"a wrap entry is a module FQN pattern or a list of them that share a bucket, such as "
+        f'"layers.*" or ["norm", "output"]; got {entry!r}'
+    )
+
+
+def _patterns(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
+
+
+_TOKEN = re.compile(r"\*|\[(\d+)-(\d+)\]|[^*\[\]]+")
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A regex whose group 1 is the matched module; it also accepts anything below the module."""
+    tokens = list(_TOKEN.finditer(pattern))
+    if "".join(token.group() for token in tokens) != pattern or ".." in f".{pattern}.":
+        raise WrapError(
+            f"cannot read the wrap pattern {pattern!r}; a pattern is dotted names in which * stands "
+            f'for any text within a level and [0-31] for a range, such as "layers.[0-15]"'
+        )
+    return re.compile(f"({''.join(_regex(token) for token in tokens)})(?:\\..*)?")
+
+
+def _regex(token: re.Match[str]) -> str:
+    if token.group() == "*":
+        return r"[^.]+"
+    if token.group(1) is not None:
+        first, last = int(token.group(1)), int(token.group(2))
+        if first > last:
+            raise WrapError(f"the range {token.group()} is empty; write the smaller number first")
+        return f"(?:{'|'.join(str(number) for number in range(first, last + 1))})"
+    return re.escape(token.group())
+
+
+def _matches(entry: str | tuple[str, ...], names: Iterable[str]) -> dict[str, str]:
+    """Matched name -> what tells its bucket from others of the entry."""
+    patterns = [_compile(pattern) for pattern in _patterns(entry)]
+    found: dict[str, str] = {}
+    for name in names:
+        for pattern in patterns:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                found[name] = match.group(1) if isinstance(entry, str) else ""
+                break
+    return found
+
+
+def _no_match(entry: object, names: Sequence[str]) -> str:
+    modules = {name.rpartition(".")[0] for name in names} | set(names)
+    modules |= {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
+    known = sorted(modules - {""})
+    near = difflib.get_close_matches(str(_patterns(entry)[0]), known, n=5, cutoff=0.3)  # pyright: ignore[reportArgumentType]
+    return (
+        f"the wrap entry {entry!r} matches no sharded parameter of this graph; the nearest of its "
+        f"{len(known)} names are {near or known[:5]}; names are relative to the compiled module"
+    )
+
+
+def _overlap(name: str, first: object, second: object) -> str:
+    return (
+        f"parameter {name!r} is matched by two wrap entries, {first!r} and {second!r}; each "
+        f"parameter belongs to one bucket, so narrow one of them"
+    )

@@ -1,0 +1,89 @@
+"""The Plan: what a policy decided, as plain data.
+
+A plan names collectives and tasks by the names of the graph it was made for. It prints, and
+round-trips through JSON. Its digest covers what all ranks must agree on: the buckets with their
+payload order, and the order in which collectives start. Local details (how many pad nodes a rank
+has) stay out of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Collectives merged into one; ``members`` are start names in payload order."""
+
+    name: str
+    members: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.name}: {', '.join(self.members)})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets and an order of tasks.
+
+    Attributes:
+        policy: the policy that made it, as the report names it.
+        buckets: what is merged; collectives in no bucket stay single.
+        order: task names of the bucketed program in execution order; empty: keep the input's.
+        starts: names of the collectives in the order in which they start.
+    """
+
+    policy: str
+    buckets: tuple[Bucket, ...] = ()
+    order: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        merged = sum(len(bucket.members) for bucket in self.buckets)
+        return f"{self.policy}: {merged} collectives in {len(self.buckets)} buckets"
+
+    @property
+    def changes_nothing(self) -> bool:
+        return not self.buckets and not self.order
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what must be equal on all ranks: buckets and issue order."""
+        agreed: Sequence[Any] = (
+            [[bucket.name, list(bucket.members)] for bucket in self.buckets],
+            list(self.starts),
+        )
+        return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
+
+    def to_json_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "digest": self.digest}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_json_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is no plan, or its digest does not match its content.
+        """
+        try:
+            fields = json.loads(text)
+            buckets = tuple(Bucket(b["name"], tuple(b["members"])) for b in fields["buckets"])
+            plan = cls(fields["policy"], buckets, tuple(fields["order"]), tuple(fields["starts"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"expected the JSON text of a plan (policy, buckets, order, starts), got "
+                f"{text[:80]!r}; write one with Plan.to_json()"
+            ) from error
+        if fields.get("digest", plan.digest) != plan.digest:
+            raise ValueError(
+                f"the plan's digest is {fields['digest']}, its content's is {plan.digest}; "
+                f"delete the digest line after editing a plan"
+            )
+        return plan

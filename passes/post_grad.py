@@ -1,0 +1,168 @@
+"""The post-grad pass: graph -> Schedule -> Plan -> graph, verified before it is applied.
+
+`overlap_graph` reads the graph, asks the policy for plans, carries the best one out on a copy,
+reads that copy again and simulates it. Only a plan that holds there, faster than the input and
+within the memory limit, is carried out on the graph itself; else the next one is tried, and in the
+end the graph stays untouched. A second run finds the graph planned and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from inductor_overlap.cost_model.lower_bound import LowerBound, lower_bound
+from inductor_overlap.cost_model.pricing import PricedCluster
+from inductor_overlap.cost_model.schedule import Schedule
+from inductor_overlap.cost_model.simulate import Timeline, simulate
+from inductor_overlap.passes.auto_wrap import (
+    DEFAULT_HEADROOM,
+    INPUT_ORDER,
+    Choice,
+    Policy,
+    rank_choices,
+)
+from inductor_overlap.passes.bucketing import merge_bucket
+from inductor_overlap.passes.collectives import Collective
+from inductor_overlap.passes.graph_schedule import GraphProgram, read_graph, write_order
+from inductor_overlap.passes.plan import Plan
+from inductor_overlap.passes.storages import is_backward
+
+_PLANNED = "inductor_overlap_planned"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the pass found and did; schedules and timelines before and after."""
+
+    collectives: tuple[Collective, ...]
+    schedule_before: Schedule
+    schedule_after: Schedule
+    before: Timeline
+    after: Timeline
+    bound: LowerBound
+    plan: Plan
+    num_collectives_before: int
+    num_collectives_after: int
+    memory_limit_bytes: float
+    moved_nodes: int
+    warnings: tuple[str, ...]
+
+
+def overlap_graph(
+    graph: fx.Graph,
+    prices: PricedCluster,
+    policy: Policy,
+    *,
+    memory_limit_bytes: float | None = None,
+) -> Outcome:
+    """Bucket and reorder the free collectives of a post-grad ``graph``, in place.
+
+    Args:
+        graph: post-grad FX graph of one rank.
+        prices: what ops and collectives cost.
+        policy: see `auto_wrap.parse_wrap`.
+        memory_limit_bytes: for live bytes; None: the peak of the input plus 5 %.
+
+    Raises:
+        MemoryLimitError: No schedule fits the limit.
+        WrapError: A manual wrap list does not fit the model.
+    """
+    source = read_graph(graph, prices)
+    before = simulate(source.program.schedule)
+    limit = before.peak_bytes * DEFAULT_HEADROOM if memory_limit_bytes is None else memory_limit_bytes
+    warnings = list(source.program.warnings)
+    unchanged = _outcome(source, source, before, before, _no_plan(), 0, limit, warnings)
+    if not source.program.collectives or _is_planned(source):
+        return unchanged
+    choices = rank_choices(
+        source.program, policy, memory_limit_bytes=limit, is_backward=is_backward(graph)
+    )
+    for choice in choices:
+        if choice.plan.policy == INPUT_ORDER:
+            break
+        rehearsal = _copy(graph)
+        _carry_out(rehearsal, choice, read_graph(rehearsal, prices))
+        result = simulate(read_graph(rehearsal, prices).program.schedule)
+        reason = _why_refused(result, before, limit)
+        if not reason:
+            moved = _carry_out(graph, choice, source)
+            final = read_graph(graph, prices)
+            after = simulate(final.program.schedule)
+            return _outcome(source, final, before, after, choice.plan, moved, limit, warnings)
+        warnings.append(f"plan {choice.plan.policy!r} refused: {reason}")
+    return _outcome(source, source, before, before, _no_plan(), 0, limit, warnings)
+
+
+def _no_plan() -> Plan:
+    return Plan(INPUT_ORDER)
+
+
+def _is_planned(source: GraphProgram) -> bool:
+    free = [collective for collective in source.collectives if collective.free]
+    return all(_PLANNED in collective.start.meta for collective in free)
+
+
+def _why_refused(result: Timeline, before: Timeline, limit_bytes: float) -> str:
+    if result.step_us > before.step_us:
+        return f"its graph takes {result.step_us:.1f} us, the input {before.step_us:.1f} us"
+    if result.peak_bytes > limit_bytes:
+        return f"its graph peaks at {result.peak_bytes} bytes, the limit is {limit_bytes:.0f}"
+    return ""
+
+
+def _carry_out(graph: fx.Graph, choice: Choice, source: GraphProgram) -> int:
+    """Write the plan into ``graph``; returns how many nodes are new or have changed place."""
+    by_name = {collective.name: collective for collective in source.collectives}
+    nodes: dict[str, Sequence[fx.Node]] = dict(source.nodes)
+    written = 0
+    for bucket in choice.plan.buckets:
+        merged = merge_bucket(bucket.name, [by_name[name] for name in bucket.members])
+        for name in bucket.members:
+            nodes.pop(name)
+        nodes.update(merged.unpack)
+        nodes[f"{bucket.name}.pack"] = merged.pack
+        nodes[bucket.name] = (merged.start,)
+        nodes[f"{bucket.name}.wait"] = merged.wait
+        written += len(merged.pack) + len(merged.wait) + 1
+    written += write_order(graph, nodes, choice.plan.order)
+    for node in graph.nodes:
+        if node.name in choice.plan.starts:
+            node.meta[_PLANNED] = choice.plan.digest
+    return written
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph(owning_module=graph.owning_module)
+    result = copy.graph_copy(graph, {})
+    copy.output(result)
+    return copy
+
+
+def _outcome(
+    source: GraphProgram,
+    final: GraphProgram,
+    before: Timeline,
+    after: Timeline,
+    plan: Plan,
+    moved: int,
+    limit_bytes: float,
+    warnings: Sequence[str],
+) -> Outcome:
+    return Outcome(
+        collectives=source.collectives,
+        schedule_before=source.program.schedule,
+        schedule_after=final.program.schedule,
+        before=before,
+        after=after,
+        bound=lower_bound(source.program.schedule),
+        plan=plan,
+        num_collectives_before=len(source.collectives),
+        num_collectives_after=len(final.collectives),
+        memory_limit_bytes=limit_bytes if math.isfinite(limit_bytes) else math.inf,
+        moved_nodes=moved,
+        warnings=tuple(warnings),
+    )

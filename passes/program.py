@@ -1,0 +1,172 @@
+"""A Schedule together with what may move in it: all that a policy sees of a graph.
+
+`Program` is neutral: the two adapters (`graph_schedule` for FX graphs, `snode_schedule` for
+scheduler nodes) build one, policies turn it into a `Plan`, and `reorder` writes orders for it.
+Compute that serves no free collective is *fixed*: it keeps its relative order in every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from inductor_overlap.cost_model.pricing import PricedCluster
+from inductor_overlap.cost_model.schedule import Schedule, Task
+
+
+@dataclass(frozen=True)
+class FreeCollective:
+    """A collective that may be moved and merged.
+
+    Attributes:
+        name: its start's task name; ``wait`` its wait's.
+        kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
+        bucket_key: members of one bucket agree in it (kind, group, dtype, reduction).
+        size_bytes: nccl-tests size (gathered output, scattered input, reduced buffer).
+        input_bytes, output_bytes: of its tensors on this rank, padded.
+        ranks: global ranks of its group.
+        fqn, module: the parameter it serves and that parameter's module; None if unknown.
+        input_position: position of the parameter among the graph inputs; payload order.
+        unpack_is_fused: its result is read by pointwise kernels only, so that unpacking it from a
+            bucket needs no copy of its own.
+        can_merge: it may join a bucket (its sizes are static and it is not one already).
+        follows: name of the reduction whose result it reduces further (HSDP), else "".
+        members: names of the collectives it was merged from; empty if it is not a bucket.
+    """
+
+    name: str
+    wait: str
+    kind: str
+    bucket_key: tuple[str, ...]
+    size_bytes: int
+    input_bytes: int
+    output_bytes: int
+    ranks: tuple[int, ...]
+    fqn: str | None = None
+    module: str | None = None
+    input_position: int = 0
+    unpack_is_fused: bool = False
+    can_merge: bool = True
+    follows: str = ""
+    members: tuple[str, ...] = ()
+
+    @property
+    def is_gather(self) -> bool:
+        return self.kind == "all_gather"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, its free collectives and the names of the tasks that may move with them."""
+
+    schedule: Schedule
+    collectives: tuple[FreeCollective, ...]
+    movable: frozenset[str]
+    prices: PricedCluster
+    num_collectives: int
+    warnings: tuple[str, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        return f"Program({self.schedule!r}, {len(self.collectives)} free collectives)"
+
+    def with_order(self, names: Iterable[str]) -> Program:
+        return replace(self, schedule=self.schedule.reordered(names))
+
+    @cached_property
+    def by_name(self) -> dict[str, FreeCollective]:
+        return {collective.name: collective for collective in self.collectives}
+
+    @cached_property
+    def by_wait(self) -> dict[str, FreeCollective]:
+        return {collective.wait: collective for collective in self.collectives}
+
+    @cached_property
+    def fixed(self) -> tuple[Task, ...]:
+        """The tasks that keep their relative order, in that order."""
+        return tuple(task for task in self.schedule.tasks if task.name not in self.movable)
+
+    @property
+    def gathers(self) -> list[FreeCollective]:
+        return [collective for collective in self.collectives if collective.is_gather]
+
+    @property
+    def reductions(self) -> list[FreeCollective]:
+        return [collective for collective in self.collectives if not collective.is_gather]
+
+
+def needs(task: Task) -> tuple[str, ...]:
+    """Names of the tasks that must come before ``task``: dependences and, for a wait, its start."""
+    return (*task.deps, task.collective) if task.kind == "wait" else task.deps
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Where the fixed tasks of a program need its free collectives.
+
+    Attributes:
+        first_use: gather -> index of the first fixed task that needs its result; the number of
+            fixed tasks if only graph outputs do.
+        ready_at: reduction -> index of the fixed task before which it can start first.
+        needed: per fixed task, the gathers and reductions it needs first of all fixed tasks.
+    """
+
+    first_use: dict[str, int]
+    ready_at: dict[str, int]
+    needed: tuple[tuple[str, ...], ...]
+
+
+def find_windows(program: Program) -> Windows:
+    """Windows of every free collective; linear in tasks and dependences."""
+    tasks = program.schedule.by_name
+    fixed = program.fixed
+    position = {task.name: index for index, task in enumerate(fixed)}
+    seen: set[str] = set()
+    first_use: dict[str, int] = {}
+    needed: list[tuple[str, ...]] = []
+    for index, task in enumerate(fixed):
+        reached = list(_movable_ancestors(task, tasks, position, seen))
+        collectives = tuple(program.by_wait[name].name for name in reached if name in program.by_wait)
+        needed.append(collectives)
+        first_use.update(dict.fromkeys(collectives, index))
+    ready: dict[str, int] = {}
+    ready_at: dict[str, int] = {}
+    for collective in program.reductions:
+        ready_at[collective.name] = _ready_at(collective.name, tasks, position, ready)
+    for collective in program.collectives:
+        first_use.setdefault(collective.name, len(fixed))
+    return Windows(first_use, ready_at, tuple(needed))
+
+
+def _movable_ancestors(
+    task: Task, tasks: Mapping[str, Task], position: Mapping[str, int], seen: set[str]
+) -> Iterator[str]:
+    """Movable tasks that ``task`` needs and no earlier call has reached."""
+    pending = list(needs(task))
+    while pending:
+        name = pending.pop()
+        if name in seen or name in position:
+            continue
+        seen.add(name)
+        yield name
+        pending += needs(tasks[name])
+
+
+def _ready_at(
+    name: str, tasks: Mapping[str, Task], position: Mapping[str, int], known: dict[str, int]
+) -> int:
+    """Index of the first fixed task before which all that ``name`` needs can have run."""
+    stack = [name]
+    while stack:
+        current = stack[-1]
+        if current in position:
+            known[current] = position[current] + 1
+        if current in known:
+            stack.pop()
+            continue
+        unknown = [need for need in needs(tasks[current]) if need not in known]
+        if unknown:
+            stack += unknown
+        else:
+            known[current] = max((known[need] for need in needs(tasks[current])), default=0)
+    return known[name]
