@@ -10,7 +10,9 @@ rank or device, a shard dimension a parameter does not have, a model that was sh
 
 from __future__ import annotations
 
+from inductor_overlap.simple_fsdp.accumulate import accumulate_gradients
+from inductor_overlap.simple_fsdp.initialize import initializing
 from inductor_overlap.simple_fsdp.policy import MixedPrecisionPolicy
 from inductor_overlap.simple_fsdp.shard import simple_fsdp
 
-__all__ = ["MixedPrecisionPolicy", "simple_fsdp"]
+__all__ = ["MixedPrecisionPolicy", "accumulate_gradients", "initializing", "simple_fsdp"]

@@ -1,21 +1,33 @@
-"""Decides which parameters of a model are sharded, how, and checks that they can be."""
+"""Shards a model: lays each parameter out on the mesh and gives its holders a recipe to read it.
+
+Decides placements only; `checks` refuses what does not fit, `gather` moves the data.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
 from typing import TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
 
-from inductor_overlap.simple_fsdp.gather import Gather
+from inductor_overlap.simple_fsdp.checks import check_model, named_modules
+from inductor_overlap.simple_fsdp.gather import Gather, ModelParallel, Placements
 from inductor_overlap.simple_fsdp.policy import MixedPrecisionPolicy
-from inductor_overlap.simple_fsdp.sharded_module import gather_on_read, own_parameters, recipes_of
-
-MODES = ("fully_shard",)
+from inductor_overlap.simple_fsdp.sharded_module import (
+    ReadPlan,
+    gather_on_read,
+    own_parameters,
+    share_gathers,
+)
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+_Holder = tuple[nn.Module, str]
 
 
 def simple_fsdp(
@@ -28,98 +40,148 @@ def simple_fsdp(
 ) -> _ModuleT:
     """Shards every parameter of `model` over `mesh`, in place, and returns `model`.
 
-    Rank 0's values are the ones kept: they are scattered to the other ranks. Parameters on the
-    meta device stay there. State-dict names, module classes (by `isinstance`) and buffers are
-    unchanged. Gradients are averaged over the ranks of `mesh`.
+    The values of the first rank of each group are the ones kept: they are sent to the others.
+    Parameters on the meta device stay there. State-dict names, `isinstance`, `requires_grad` and
+    buffers are unchanged; tied parameters stay tied. Parameters that are DTensors already (after
+    `parallelize_module`, say) are cut further on `mesh`, the existing cuts staying inner-most.
+    Gradients are averaged over the ranks of `mesh`.
 
     Args:
         model: Any module; its parameters are on the mesh's device or on meta.
-        mesh: One-dimensional.
+        mesh: The data-parallel mesh: one dimension, or (replicate, shard) for "hybrid_shard".
         mode: "fully_shard": parameters, gradients and optimizer state are sharded (ZeRO-3).
+            "hybrid_shard": sharded within the second mesh dimension, replicated over the first.
+            "replicate": whole on every rank, gradients all-reduced.
         mp_policy: Number formats of gathers and reductions; None keeps the parameters' own.
         shard_dim: The tensor dimension that is cut; may be negative. Parameters with fewer
             dimensions (biases, norms) are cut along their last one, scalars are kept whole.
             Sizes that do not divide are padded on the wire only.
 
     Raises:
-        ValueError: An unknown mode, a mesh that is not one-dimensional, a parameter on another
-            device than the mesh's, a `shard_dim` no parameter has, or a model sharded before.
+        ValueError: An unknown mode, a mesh with other dimensions than the mode needs, a parameter
+            on another device than the mesh's or on a mesh that cannot be joined with it, a
+            `shard_dim` no parameter has, an override that matches nothing, a module that keeps
+            plain references to parameters, or a model sharded before.
     """
     policy = mp_policy or MixedPrecisionPolicy()
-    _check(model, mesh, mode, shard_dim)
-    gather = Gather(policy.param_dtype, policy.reduce_dtype)
-    sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        table = own_parameters(module)
-        names = [name for name, parameter in table.items() if parameter is not None]
-        for name in names:
-            parameter = cast(nn.Parameter, table[name])
-            if parameter not in sharded:
-                sharded[parameter] = _shard(parameter, mesh, shard_dim)
-            table[name] = sharded[parameter]
-        if names:
-            gather_on_read(module, dict.fromkeys(names, gather))
+    check_model(model, mesh, mode, shard_dim)
+    holders = _holders(model)
+    policy.check_matches(holders)
+    recipes: dict[nn.Module, dict[str, Gather]] = defaultdict(dict)
+    for fqn, places in holders.items():
+        parameter = _parameter_of(places[0])
+        placements = _placements(mode, mesh.ndim, parameter.ndim, shard_dim)
+        gather = _recipe(parameter, mesh, placements, policy.policy_for(fqn))
+        sharded = _shard(parameter, gather)
+        for module, name in places:
+            own_parameters(module)[name] = sharded
+            recipes[module][name] = gather
+    _install(model, recipes, [places for places in holders.values() if len(places) > 1])
     return model
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, mode: str, shard_dim: int) -> None:
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}: choose one of {', '.join(map(repr, MODES))}")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mode {mode!r} needs a one-dimensional mesh, got {_describe(mesh)}: pass one of its "
-            'dimensions, as in mesh["dp"]'
-        )
-    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        if recipes_of(module):
-            raise ValueError(
-                f"simple_fsdp was applied to {path or 'this model'!r} before: apply it once, to "
-                "the outermost module"
-            )
-    most_dims = 0
-    for name, parameter in model.named_parameters():
-        _check_parameter(name, parameter, mesh)
-        most_dims = max(most_dims, parameter.ndim)
-    if most_dims and not -most_dims <= shard_dim < most_dims:
-        raise ValueError(
-            f"shard_dim must lie in [{-most_dims}, {most_dims - 1}], the dimensions of this "
-            f"model's parameters, got {shard_dim}"
-        )
+def _holders(model: nn.Module) -> dict[str, list[_Holder]]:
+    """For each distinct parameter, by its first full name, the modules that hold it."""
+    first_name: dict[nn.Parameter, str] = {}
+    holders: dict[str, list[_Holder]] = {}
+    for path, module in named_modules(model):
+        for name, parameter in own_parameters(module).items():
+            if parameter is None:
+                continue
+            fqn = first_name.setdefault(parameter, f"{path}.{name}" if path else name)
+            holders.setdefault(fqn, []).append((module, name))
+    return holders
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor already ({parameter.placements}): simple_fsdp "
-            "shards plain parameters"
-        )
-    device_type = parameter.device.type
-    if device_type not in (mesh.device_type, "meta"):
-        raise ValueError(
-            f"parameter {name!r} is on {device_type!r}, the mesh on {mesh.device_type!r}: move the "
-            f"model with .to({mesh.device_type!r}), or build the mesh with "
-            f"init_device_mesh({device_type!r}, ...)"
-        )
+def _parameter_of(holder: _Holder) -> nn.Parameter:
+    module, name = holder
+    return cast(nn.Parameter, own_parameters(module)[name])
 
 
-def _describe(mesh: DeviceMesh) -> str:
-    return f"a mesh of shape {tuple(mesh.shape)}"
+def _placements(mode: str, num_mesh_dims: int, num_dims: int, shard_dim: int) -> Placements:
+    """How a parameter of `num_dims` dimensions is laid out; see `shard_dim` of `simple_fsdp`."""
+    if num_dims == 0 or mode == "replicate":
+        return (Replicate(),) * num_mesh_dims
+    dim = shard_dim + num_dims if shard_dim < 0 else shard_dim
+    return (Replicate(),) * (num_mesh_dims - 1) + (Shard(min(max(dim, 0), num_dims - 1)),)
 
 
-def _shard(parameter: nn.Parameter, mesh: DeviceMesh, shard_dim: int) -> nn.Parameter:
-    """A DTensor parameter with the values of rank 0, and the attributes of `parameter`."""
-    placement = _placement(parameter.ndim, shard_dim)
-    sharded = nn.Parameter(
-        distribute_tensor(parameter.detach(), mesh, [placement]),
-        requires_grad=parameter.requires_grad,
+def _recipe(
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: Placements, policy: MixedPrecisionPolicy
+) -> Gather:
+    return Gather(
+        mesh, placements, policy.param_dtype, policy.reduce_dtype, _model_parallel(parameter)
     )
+
+
+def _model_parallel(parameter: nn.Parameter) -> ModelParallel | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    local = parameter.to_local()
+    return ModelParallel(
+        parameter.device_mesh, parameter.placements, tuple(local.shape), local.stride()
+    )
+
+
+def _shard(parameter: nn.Parameter, gather: Gather) -> nn.Parameter:
+    """A DTensor parameter with the first rank's values, and the attributes of `parameter`."""
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        shard = _join_meshes(tensor, gather)
+    else:
+        shard = distribute_tensor(tensor.contiguous(), gather.mesh, gather.placements)
+    sharded = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     vars(sharded).update(vars(parameter))
     return sharded
 
 
-def _placement(num_dims: int, shard_dim: int) -> Placement:
-    """How a parameter of `num_dims` dimensions is cut; see `shard_dim` of `simple_fsdp`."""
-    if num_dims == 0:
-        return Replicate()
-    dim = shard_dim + num_dims if shard_dim < 0 else shard_dim
-    return Shard(min(max(dim, 0), num_dims - 1))
+def _join_meshes(tensor: DTensor, gather: Gather) -> DTensor:
+    """`tensor` cut further along the data-parallel mesh, whose dimensions come first."""
+    local = distribute_tensor(tensor.to_local(), gather.mesh, gather.placements).to_local()
+    # There is no public call that joins meshes; FSDP2 uses this one (_fsdp_param.py).
+    mesh = DeviceMesh._concatenate(  # pyright: ignore[reportPrivateUsage]
+        [gather.mesh, tensor.device_mesh]
+    )
+    outer = tuple(_cut_outside(placement, tensor) for placement in gather.placements)
+    return DTensor.from_local(
+        local,
+        mesh,
+        outer + tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _cut_outside(placement: Placement, tensor: DTensor) -> Placement:
+    """How DTensor writes that `placement` cuts what the placements of `tensor` have cut already."""
+    if not isinstance(placement, Shard):
+        return placement
+    dim = cast(int, placement.dim)  # pyright: ignore[reportUnknownMemberType]
+    sizes = [
+        tensor.device_mesh.size(mesh_dim)
+        for mesh_dim, inner in enumerate(tensor.placements)
+        if inner.is_shard(dim)
+    ]
+    if not sizes:
+        return placement
+    return _StridedShard(dim, split_factor=math.prod(sizes))
+
+
+def _install(
+    model: nn.Module,
+    recipes: dict[nn.Module, dict[str, Gather]],
+    tied: list[list[_Holder]],
+) -> None:
+    shared: dict[nn.Module, set[str]] = defaultdict(set)
+    for module, name in (holder for places in tied for holder in places):
+        shared[module].add(name)
+    for module in dict.fromkeys([model, *recipes]) if tied else recipes:
+        plan = ReadPlan(
+            tuple(sorted(recipes.get(module, {}).items())),
+            frozenset(shared.get(module, ())),
+            opens_scope=bool(tied) and module is model,
+        )
+        gather_on_read(module, plan)
+    if tied:
+        share_gathers(model, tied)

@@ -6,14 +6,20 @@ the shards, and `module.weight` (what `forward` reads) is the full tensor. `isin
 the class name stay those of the original, and pickle and deepcopy work, which
 `torch.nn.utils.parametrize` gives up (it moves parameters to `parametrizations.weight.original`).
 
-A subclass is made once per (class, recipe of every parameter): blocks of one class sharded alike
-stay of one class, and share one compiled graph when they are compiled one by one.
+A subclass is made once per (class, recipe of every parameter, way of reading): blocks of one class
+sharded alike stay of one class, and share one compiled graph when they are compiled one by one.
+Another way of reading is another class, so that compiled code checks no flag but the class, and
+switching back and forth compiles each way once.
+
+A parameter held by several modules (tied weights) is gathered once: the forward of the model that
+was sharded gathers it first and drops it at the end, so that its gradient is reduced once too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,19 +27,34 @@ from torch.distributed.tensor import DTensor
 
 from inductor_overlap.simple_fsdp.gather import Gather
 
-Recipes = tuple[tuple[str, Gather], ...]
+Reading = Callable[[nn.Module, str, DTensor, Gather], Tensor]
 
-_RECIPES_ATTRIBUTE = "_gather_recipes"
+_PLAN = "_sharded_read_plan"
+_BASE = "_sharded_base"
+_SHARED_GATHERS = "_shared_gathers"
+_SHARED_PLACES = "_shared_places"
 
 
-def gather_on_read(module: nn.Module, recipes: Mapping[str, Gather]) -> None:
-    """Exchanges the class of `module` so that each parameter named in `recipes` gathers itself.
+@dataclass(frozen=True)
+class ReadPlan:
+    """How the parameters of one module are read.
 
-    Args:
-        module: Holds the parameters directly, as DTensors, under the names in `recipes`.
-        recipes: Parameter name in this module to its recipe.
+    Attributes:
+        recipes: Name and recipe of each sharded parameter the module holds directly, sorted.
+        shared: Those of them that other modules hold too.
+        opens_scope: Whether this module's forward gathers the shared ones; see `share_gathers`.
     """
-    module.__class__ = _sharded_class(type(module), tuple(sorted(recipes.items())))
+
+    recipes: tuple[tuple[str, Gather], ...]
+    shared: frozenset[str] = frozenset()
+    opens_scope: bool = False
+
+
+class SharedGather:
+    """The full tensor of one tied parameter while a forward runs; None outside."""
+
+    def __init__(self) -> None:
+        self.full: Tensor | None = None
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -41,46 +62,133 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return cast("dict[str, nn.Parameter | None]", vars(module)["_parameters"])
 
 
-def recipes_of(module: nn.Module) -> dict[str, Gather]:
-    """The recipe of each sharded parameter that `module` holds directly; empty if none."""
-    return dict(cast(Recipes, getattr(type(module), _RECIPES_ATTRIBUTE, ())))
+def read_by_gathering(module: nn.Module, name: str, parameter: DTensor, gather: Gather) -> Tensor:
+    """The usual way of reading: gather, and reduce the gradient in backward."""
+    return gather(parameter, name)
+
+
+def gather_on_read(module: nn.Module, plan: ReadPlan) -> None:
+    """Exchanges the class of `module` so that its parameters are read as `plan` says.
+
+    Args:
+        module: Holds the planned parameters directly, as DTensors.
+        plan: What to read how.
+    """
+    module.__class__ = _sharded_class(type(module), plan, read_by_gathering)
+
+
+def share_gathers(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
+    """Lets the places of each tied parameter share one gather per forward of `model`.
+
+    Args:
+        model: The module whose forward opens the scope; its plan has `opens_scope`.
+        tied: For each tied parameter the modules that hold it, with its name there; their plans
+            have it in `shared`.
+    """
+    places: list[tuple[nn.Module, str, SharedGather]] = []
+    for holders in tied:
+        gather = SharedGather()
+        for module, name in holders:
+            vars(module).setdefault(_SHARED_GATHERS, {})[name] = gather
+        places.append((*holders[0], gather))
+    vars(model)[_SHARED_PLACES] = places
+
+
+def read_plan(module: nn.Module) -> ReadPlan | None:
+    """How the parameters of `module` are read; None if it is as the user made it."""
+    return cast("ReadPlan | None", getattr(type(module), _PLAN, None))
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules within `model` whose class was exchanged, itself included."""
+    return [module for module in model.modules() if read_plan(module) is not None]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class `module` had before it was sharded."""
+    return cast("type[nn.Module]", getattr(type(module), _BASE, type(module)))
+
+
+def read_with(module: nn.Module, reading: Reading) -> None:
+    """Switches a sharded module to another way of reading its parameters."""
+    plan = read_plan(module)
+    assert plan is not None, f"{module} was never sharded"
+    module.__class__ = _sharded_class(original_class(module), plan, reading)
 
 
 @functools.cache
-def _sharded_class(base: type[nn.Module], recipes: Recipes) -> type[nn.Module]:
+def _sharded_class(base: type[nn.Module], plan: ReadPlan, reading: Reading) -> type[nn.Module]:
     body: dict[str, object] = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        "__reduce_ex__": _reduce_to_base(base, recipes),
-        _RECIPES_ATTRIBUTE: recipes,
+        "__reduce_ex__": _reduce_to_ingredients(base, plan, reading),
+        _PLAN: plan,
+        _BASE: base,
     }
-    for name, gather in recipes:
-        body[name] = property(_reader(name, gather))
+    for name, gather in plan.recipes:
+        body[name] = property(_reader(name, gather, name in plan.shared, reading))
+    if plan.opens_scope:
+        body["forward"] = _forward_in_scope(base.forward)
     return cast("type[nn.Module]", type(base.__name__, (base,), body))
 
 
-def _reader(name: str, gather: Gather) -> Callable[[nn.Module], Tensor | None]:
+def _reader(
+    name: str, gather: Gather, is_shared: bool, reading: Reading
+) -> Callable[[nn.Module], Tensor | None]:
     def read(self: nn.Module) -> Tensor | None:
-        parameter = own_parameters(self)[name]
+        table = own_parameters(self)
+        if name not in table:
+            raise AttributeError(name)
+        parameter = table[name]
         if not isinstance(parameter, DTensor):
             return parameter
-        return gather(parameter)
+        return reading(self, name, parameter, gather)
 
-    return read
+    def read_shared(self: nn.Module) -> Tensor | None:
+        full = cast(SharedGather, vars(self)[_SHARED_GATHERS][name]).full
+        return read(self) if full is None else full
+
+    return read_shared if is_shared else read
 
 
-def _reduce_to_base(
-    base: type[nn.Module], recipes: Recipes
+def _forward_in_scope(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def gather_then_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        places = cast("list[tuple[nn.Module, str, SharedGather]]", vars(self)[_SHARED_PLACES])
+        try:
+            for holder, name, gather in places:
+                gather.full = getattr(holder, name)
+            return forward(self, *args, **kwargs)
+        finally:
+            for _, _, gather in places:
+                gather.full = None
+
+    return gather_then_forward
+
+
+def _reduce_to_ingredients(
+    base: type[nn.Module], plan: ReadPlan, reading: Reading
 ) -> Callable[[nn.Module, int], tuple[Any, ...]]:
-    """The class has no importable name, so a pickle holds its ingredients instead."""
+    """The class has no importable name, so a pickle holds what it was made of instead."""
 
     def reduce_ex(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-        return _empty_instance, (base, recipes), self.__getstate__()
+        return _empty_instance, (_Ingredients(base, plan, reading),), self.__getstate__()
 
     return reduce_ex
 
 
-def _empty_instance(base: type[nn.Module], recipes: Recipes) -> nn.Module:
-    cls = _sharded_class(base, recipes)
+@dataclass(frozen=True)
+class _Ingredients:
+    base: type[nn.Module]
+    plan: ReadPlan
+    reading: Reading
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Ingredients:
+        # A copied model lives on the same meshes; copies of them would be other meshes.
+        return self
+
+
+def _empty_instance(ingredients: _Ingredients) -> nn.Module:
+    cls = _sharded_class(ingredients.base, ingredients.plan, ingredients.reading)
     return cls.__new__(cls)

@@ -1,0 +1,103 @@
+"""Says no, before anything is changed, to what `simple_fsdp` cannot shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from inductor_overlap.simple_fsdp.sharded_module import read_plan
+
+# Mesh dimensions each mode needs; None: any number.
+MESH_DIMS: dict[str, int | None] = {"fully_shard": 1, "hybrid_shard": 2, "replicate": None}
+
+_REMEDY = {
+    "fully_shard": 'pass one of its dimensions, as in mesh["dp"], or use mode="hybrid_shard" on a '
+    "(replicate, shard) mesh",
+    "hybrid_shard": 'build one with init_device_mesh(device, (replicas, shards)), or use mode="'
+    'fully_shard"',
+}
+
+
+def check_model(model: nn.Module, mesh: DeviceMesh, mode: str, shard_dim: int) -> None:
+    """Raises a `ValueError` that names the first thing that does not fit; see `simple_fsdp`."""
+    check_mesh(mesh, mode)
+    for path, module in named_modules(model):
+        _check_untouched(path, module)
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        _check_parameter(name, parameter, mesh)
+    _check_shard_dim(shard_dim, max((p.ndim for _, p in parameters), default=0))
+
+
+def check_mesh(mesh: DeviceMesh, mode: str) -> None:
+    """Raises a `ValueError` unless `mode` exists and `mesh` has the dimensions it needs."""
+    if mode not in MESH_DIMS:
+        raise ValueError(f"unknown mode {mode!r}: choose one of {', '.join(map(repr, MESH_DIMS))}")
+    num_dims = MESH_DIMS[mode]
+    if num_dims not in (None, mesh.ndim):
+        raise ValueError(
+            f"mode={mode!r} needs a mesh of {num_dims} dimension{'s' * (num_dims != 1)}, got one "
+            f"of {mesh.ndim} with shape {tuple(mesh.shape)}: {_REMEDY[mode]}"
+        )
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()`, typed."""
+    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+
+
+def _check_untouched(path: str, module: nn.Module) -> None:
+    if read_plan(module) is not None:
+        raise ValueError(
+            f"simple_fsdp was applied to {path or 'this model'!r} before: apply it once, to the "
+            "outermost module"
+        )
+    for attribute, value in vars(module).items():
+        if _holds_parameters(value):
+            raise ValueError(
+                f"module {path!r} ({type(module).__name__}) keeps its parameters in the plain "
+                f"attribute {attribute!r} as well, and would go on reading the unsharded ones "
+                "there: register them as parameters only"
+            )
+
+
+def _holds_parameters(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, nn.Parameter) for item in cast("Iterable[object]", value))
+    return isinstance(value, nn.Parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    device_type = parameter.device.type
+    if device_type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"parameter {name!r} is on {device_type!r}, the mesh on {mesh.device_type!r}: move the "
+            f"model with .to({mesh.device_type!r}), or build the mesh with "
+            f"init_device_mesh({device_type!r}, ...)"
+        )
+    if isinstance(parameter, DTensor):
+        _check_meshes(name, parameter.device_mesh, mesh)
+
+
+def _check_meshes(name: str, own: DeviceMesh, mesh: DeviceMesh) -> None:
+    own_names, names = own.mesh_dim_names, mesh.mesh_dim_names
+    if own_names and names and not set(own_names) & set(names):
+        return
+    raise ValueError(
+        f"parameter {name!r} is a DTensor on mesh {own}, which cannot be joined with the "
+        f"data-parallel mesh {mesh}: take both from one named mesh, as in "
+        'mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), mesh["tp"] for '
+        'tensor parallelism and mesh["dp"] here'
+    )
+
+
+def _check_shard_dim(shard_dim: int, most_dims: int) -> None:
+    if most_dims and not -most_dims <= shard_dim < most_dims:
+        raise ValueError(
+            f"shard_dim must lie in [{-most_dims}, {most_dims - 1}], the dimensions of this "
+            f"model's parameters, got {shard_dim}"
+        )

@@ -1,0 +1,141 @@
+"""Trains a sharded model on every rank and the same model whole, for tests to compare.
+
+The whole model sees the batches of all data-parallel ranks and averages their losses, which is
+what sharding by FSDP2's rules must reproduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from inductor_overlap.models.llama3 import Llama3, Llama3Config
+
+VOCAB_SIZE = 66
+SEQ = 8
+
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind: full tensors, so that layouts do not matter."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a run is from its reference, at most."""
+
+    loss: float
+    gradient: float
+    weight: float
+
+
+def tiny_llama(num_heads: int = 4, dim: int = 32) -> Llama3:
+    """A two-block model whose vocabulary and feed-forward width do not divide by 4."""
+    torch.manual_seed(7)
+    config = Llama3Config(
+        dim=dim,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 2,
+        vocab_size=VOCAB_SIZE,
+        ffn_dim=90,
+        max_seq=SEQ,
+    )
+    model = Llama3(config)
+    model.init_weights()
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    """`tensor` gathered from all ranks, copied."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Token ids of shape `[2, SEQ + 1]`, different for every step and data-parallel rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, VOCAB_SIZE, (2, SEQ + 1), generator=generator)
+
+
+def loss_of(call: Call, tokens: Tensor) -> Tensor:
+    """Next-token cross-entropy, in float32."""
+    logits = call(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def train_whole(model: nn.Module, num_ranks: int, num_steps: int, lr: float = 0.1) -> Run:
+    """The reference: one process, the batches of `num_ranks` ranks, their average loss."""
+
+    def step(index: int) -> float:
+        losses = [loss_of(model, batch(index, rank)) for rank in range(num_ranks)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.item()
+
+    return _train(model, step, num_steps, lr)
+
+
+def train_sharded(
+    model: nn.Module, call: Call, mesh: DeviceMesh, num_steps: int, lr: float = 0.1
+) -> Run:
+    """Every rank of the data-parallel `mesh` on its own batches; the losses are averaged."""
+    rank = _rank_in(mesh)
+
+    def step(index: int) -> float:
+        loss = loss_of(call, batch(index, rank))
+        loss.backward()
+        mean = loss.detach().clone()
+        for group in mesh.get_all_groups():
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        return mean.item()
+
+    return _train(model, step, num_steps, lr)
+
+
+def deviation(expected: Run, got: Run) -> Deviation:
+    """The largest differences; other gradients or weights than expected are an error."""
+    assert got.gradients.keys() == expected.gradients.keys()
+    assert got.weights.keys() == expected.weights.keys()
+    return Deviation(
+        max(abs(a - b) for a, b in zip(expected.losses, got.losses, strict=True)),
+        _largest_difference(expected.gradients, got.gradients),
+        _largest_difference(expected.weights, got.weights),
+    )
+
+
+def _train(model: nn.Module, step: Callable[[int], float], num_steps: int, lr: float) -> Run:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for index in range(num_steps):
+        optimizer.zero_grad()
+        losses.append(step(index))
+        gradients = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return Run(losses, gradients, {n: full(p) for n, p in model.named_parameters()})
+
+
+def _rank_in(mesh: DeviceMesh) -> int:
+    """This rank's number among the ranks of `mesh`, first dimension slowest."""
+    rank = 0
+    for dim in range(mesh.ndim):
+        rank = rank * mesh.size(dim) + mesh.get_local_rank(dim)
+    return rank
+
+
+def _largest_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
+    return max((expected[n] - got[n]).abs().max().item() for n in expected)
