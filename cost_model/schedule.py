@@ -30,6 +30,8 @@ class Task:
     at the link's plateau: what is left when latency is shared with others in a bucket. It is equal
     to ``duration_us`` for a collective that cannot be merged, which is also the default; it is
     never more, and 0 for other tasks. Give both when replacing ``duration_us`` of a start.
+    Starts of one queue may be merged if their ``bucket_key`` (kind, dtype, reduction: whatever the
+    adapter tells apart) is the same.
 
     ``deps`` are the names of tasks that must come earlier in every order (data dependences,
     effect tokens, barriers). ``reads`` and ``writes`` are names of `Buffer`; a buffer is written
@@ -45,6 +47,7 @@ class Task:
     deps: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    bucket_key: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind == "start" and not self.queue:

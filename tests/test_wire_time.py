@@ -1,0 +1,64 @@
+"""The rate that no bucket can beat, on prices whose slopes are worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.wire_time import least_us_per_byte
+
+pytestmark = pytest.mark.quick
+
+
+def test_latency_plus_size_over_bandwidth() -> None:
+    assert least_us_per_byte(lambda size: 10 + size * 0.25, 1000) == pytest.approx(0.25)
+
+
+def test_ramp_is_taken_where_it_is_flattest() -> None:
+    # sqrt(2 * 100) - sqrt(100) = 4.142 over 100 bytes, on top of 1 per byte
+    rate = least_us_per_byte(lambda size: size + math.sqrt(size), 100)
+    assert rate == pytest.approx(1.04142, abs=1e-5)
+
+
+def test_the_better_of_two_algorithms() -> None:
+    # 2 per byte up to size 10, 1 per byte beyond
+    rate = least_us_per_byte(lambda size: min(2.0 * size, 10.0 + size), 1000)
+    assert rate == pytest.approx(1.0)
+
+
+def test_price_that_steepens_counts_its_flat_part() -> None:
+    # 1 per byte up to 64, 3 beyond: at 1000 the slope is 3, between 32 and 64 it is 1
+    rate = least_us_per_byte(lambda size: size if size <= 64 else 3.0 * size - 128, 1024)
+    assert rate == pytest.approx(1.0)
+
+
+def test_nothing_to_send_and_prices_that_fall() -> None:
+    assert least_us_per_byte(lambda size: 5.0, 0) == 0.0
+    assert least_us_per_byte(lambda size: 100.0 - size, 50) == 0.0
+
+
+@given(
+    st.sampled_from(Cluster.presets()),
+    st.sampled_from([(1, 8), (2, 8), (64, 8), (8, 1)]),
+    st.lists(st.integers(1, 2**32), min_size=2, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_presets_honour_the_contract_of_the_bound(
+    preset: str, placement: tuple[int, int], sizes: list[int]
+) -> None:
+    """A bucket takes at least its members' wire time and the largest of their latencies."""
+    nodes, ranks = placement
+    cluster = Cluster.preset(preset)
+
+    def price_us(size_bytes: int) -> float:
+        return cluster.collective_us(
+            "all_gather", size_bytes, num_nodes=nodes, ranks_per_node=ranks
+        )
+
+    rate = least_us_per_byte(price_us, sum(sizes))
+    latency_us = max(price_us(size) - rate * size for size in sizes)
+    assert price_us(sum(sizes)) >= rate * sum(sizes) + latency_us - 1e-6
