@@ -37,7 +37,9 @@ from inductor_overlap.cost_model.compute_time import (
 )
 
 # Overlap of two pipelined stages that are equally long; see LinkConstants.overlap_order.
-OVERLAP_ORDER = 6.0
+OVERLAP_ORDER = 3.3
+# The chain inside a node of the all-reduce tree against a ring: every GPU relays two streams.
+TREE_SHARE = 0.79
 _NETWORK = re.compile(r"^(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)")
 
 
@@ -126,15 +128,21 @@ class Cluster:
         nodes, local = self._domains(num_nodes, ranks_per_node)
         return collective_us(kind, size_bytes, nodes, local, self.link_constants(nodes, local))
 
-    def matmul_us(self, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16") -> float:
-        """Time (us) of an (m, k) x (k, n) matmul; ``dtype`` as in ``compute_time.dtype_name``."""
-        return matmul_us(1, m, n, k, dtype_name(dtype), self.compute_constants)
-
-    def batched_matmul_us(
-        self, batch: int, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16"
+    def matmul_us(
+        self, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16", *, batch: int = 1
     ) -> float:
-        """Time (us) of ``batch`` matmuls of (m, k) x (k, n) in one kernel."""
+        """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel, run as a short burst.
+
+        ``dtype`` as in ``compute_time.dtype_name``.
+        """
         return matmul_us(batch, m, n, k, dtype_name(dtype), self.compute_constants)
+
+    def sustained_matmul_us(
+        self, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16", *, batch: int = 1
+    ) -> float:
+        """The same in the middle of a training step, at the clocks that power allows then."""
+        name = dtype_name(dtype)
+        return matmul_us(batch, m, n, k, name, self.compute_constants, sustained=True)
 
     def attention_us(
         self,
@@ -149,8 +157,12 @@ class Cluster:
         head_dim_v: int | None = None,
         causal: bool = False,
         backward: bool = False,
+        flash2: bool = False,
     ) -> float:
-        """Time (us) of fused attention, forward or backward, on (batch, heads, seq, dim)."""
+        """Time (us) of fused attention, forward or backward, on (batch, heads, seq, dim).
+
+        ``flash2``: PyTorch's own FlashAttention 2 kernel instead of the GPU's best one.
+        """
         return attention_us(
             batch,
             q_heads,
@@ -163,6 +175,7 @@ class Cluster:
             causal=causal,
             backward=backward,
             constants=self.compute_constants,
+            flash2=flash2,
         )
 
     def memory_us(self, size_bytes: float) -> float:
@@ -227,39 +240,30 @@ class Cluster:
 @cache
 def _link_constants(cluster: Cluster, num_nodes: int, ranks_per_node: int) -> LinkConstants:
     table = cluster._constants  # pyright: ignore[reportPrivateUsage]
-    values = {name: table[name] for name in _LOCAL_NAMES}
-    local_gb_per_s = table["local_gb_per_s"] * table["local_efficiency"]
-    nvls_gb_per_s = table["local_gb_per_s"] * table["nvls_efficiency"]
-    return LinkConstants(
-        **values,
-        local_gb_per_s=local_gb_per_s,
-        nvls_gb_per_s=nvls_gb_per_s if ranks_per_node > 1 else 0.0,
-        node_gb_per_s=_node_gb_per_s(table, ranks_per_node, cluster.gpus_per_node),
-        network_base_us=table.get("network_base_us", 0.0),
-        network_hop_us=table.get("network_hop_us", 0.0),
-        network_fill_us=table.get("network_fill_us", 0.0),
-        overlap_order=OVERLAP_ORDER,
-    )
-
-
-_LOCAL_NAMES = (
-    "base_us",
-    "local_hop_us",
-    "simple_hops",
-    "ll_share",
-    "fill_us",
-    "copy_gb_per_s",
-    "message_us",
-)
+    peak_gb_per_s = table["local_gb_per_s"]
+    ring_gb_per_s = peak_gb_per_s * table["local_efficiency"]
+    derived = {
+        "local_gb_per_s": ring_gb_per_s,
+        "tree_gb_per_s": ring_gb_per_s * TREE_SHARE,
+        "nvls_gb_per_s": peak_gb_per_s * table["nvls_efficiency"],
+        "p2p_gb_per_s": peak_gb_per_s * table["p2p_efficiency"],
+        "node_gb_per_s": _node_gb_per_s(table, ranks_per_node, cluster.gpus_per_node),
+        "overlap_order": OVERLAP_ORDER,
+    }
+    names = [f.name for f in fields(LinkConstants)]
+    return LinkConstants(**{n: derived[n] if n in derived else table.get(n, 0.0) for n in names})
 
 
 def _node_gb_per_s(table: Mapping[str, float], ranks_per_node: int, gpus_per_node: int) -> float:
-    """Plateau of a node into the fabric: ranks use the NICs beside them, at least one."""
+    """Plateau of a node into the fabric: ranks use the NICs beside them, at least one.
+
+    More ranks than a node has GPUs are an NVLink domain of several nodes, with all their NICs.
+    """
     if "num_nics" not in table:
         return table["local_gb_per_s"]
-    used = table["num_nics"] * ranks_per_node / gpus_per_node
-    nics = min(max(1.0, used), table["num_nics"] * max(1.0, ranks_per_node / gpus_per_node))
-    return table["efficiency"] * table["nic_gb_per_s"] * nics
+    nics = max(1.0, table["num_nics"] * ranks_per_node / gpus_per_node)
+    efficiency = "pcie4_efficiency" if table["pcie_generation"] < 5 else "efficiency"
+    return table[efficiency] * table["nic_gb_per_s"] * nics
 
 
 @cache
@@ -287,7 +291,9 @@ def _parse_network(network: str) -> dict[str, float]:
         )
     fabrics = _profile("fabrics")
     spelled = match["fabric"].split("/")[0]
-    name = next((f for f in sorted(fabrics, key=len, reverse=True) if spelled.startswith(f)), None)
+    whole = f"{spelled}-{match['rate']}x{match['nics']}"
+    matches = [name for name in fabrics if f"{whole}-".startswith(f"{name}-")]
+    name = max(matches, key=len, default=None)
     if name is None:
         raise ValueError(_unknown("fabric", spelled, fabrics))
     own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}

@@ -6,7 +6,7 @@ speed. What each expression says, for n = N g ranks:
 
 * ring (all-gather, reduce-scatter, all-reduce): n-1 steps (twice that for all-reduce), each a
   network hop or an NVLink hop; the wire carries S (n-1)/n bytes (twice that) at the bandwidth of a
-  node's share of the fabric or of NVLink. The own shard is copied by the same channels.
+  node's share of the fabric or of NVLink. The own part is copied by the same channels.
 * tree (all-reduce over nodes): 2 log2 N network hops; a node sends S (two nodes: an exchange) or
   2 S (more: a double binary tree's inner node, S/2 up and S down in one tree, S/2 up in the
   other) and relays 2 S along the chain of its GPUs.
@@ -14,10 +14,10 @@ speed. What each expression says, for n = N g ranks:
   the latency does not grow with ranks; across nodes it takes the place of the chain of the tree.
 * all-to-all: n-1 messages of S/n bytes; what leaves the node shares the GPU's NIC.
 
-A chunked pipeline of k chunks over a fill time f costs ``f k + wire + latency``-like terms; its
-optimum is ``wire + 2 sqrt(f wire)``: that square root is the ramp to the plateau. The LL protocol
-(flags in every word) has a cheap step and part of the bandwidth, Simple the reverse; the least of
-all algorithms and protocols is the time.
+A pipeline of k chunks through stages that cost f in all takes ``(1 + f k / wire)(f + wire) / ...``;
+with the best k that is ``f + wire + 2 sqrt(f wire)``: the square root is the ramp to the plateau.
+The LL protocol (a flag in every word) has a cheap step and part of the bandwidth, Simple the
+reverse; the least of all algorithms and protocols is the time.
 
 Refused: unknown kinds, negative sizes, empty groups (``ValueError``).
 
@@ -47,32 +47,45 @@ class LinkConstants:
         base_us: fixed cost of a collective inside a node (launch of the kernel, first flag).
         network_base_us: what crossing nodes adds to it.
         local_hop_us: one step between GPUs of a node, LL protocol.
+        local_simple_us: the same, Simple protocol.
         network_hop_us: one step between nodes, LL protocol.
-        simple_hops: steps of the Simple protocol cost this many LL steps.
+        network_simple_us: the same, Simple protocol.
         ll_share: bandwidth share the LL protocol keeps.
-        fill_us: fill time of the chunk pipeline inside a node.
+        fill_us: fill time of the channels inside a node: the ramp to the plateau.
         network_fill_us: the same across nodes.
-        local_gb_per_s: a GPU's NVLink (or PCIe, or shared memory) plateau.
-        copy_gb_per_s: rate at which the channels copy the own shard.
-        nvls_gb_per_s: a GPU's plateau through NVLink SHARP; 0 where there is none.
-        node_gb_per_s: a node's plateau into the fabric with the NICs these ranks use.
-        message_us: issue of one all-to-all message.
+        local_gb_per_s: plateau of a GPU in a ring over NVLink (or PCIe, or shared memory).
+        copy_gb_per_s: rate at which a ring's channels copy the own part.
+        tree_gb_per_s: plateau of a GPU in the chain inside a node of the all-reduce tree.
+        nvls_gb_per_s: plateau of a GPU through NVLink SHARP; 0 where there is none.
+        nvls_us: what synchronising the switch adds to the fixed cost.
+        p2p_gb_per_s: plateau of a GPU in all-to-all, whose messages are sends and receives.
+        p2p_copy_gb_per_s: rate of the message a rank sends to itself.
+        message_us: issue of one all-to-all message inside the node.
+        network_message_us: the same across nodes.
+        node_gb_per_s: plateau of a node into the fabric with the NICs these ranks use.
         overlap_order: p in the p-norm of two pipelined stages; infinity would be perfect overlap.
     """
 
     base_us: float
     network_base_us: float
     local_hop_us: float
+    local_simple_us: float
     network_hop_us: float
-    simple_hops: float
+    network_simple_us: float
     ll_share: float
     fill_us: float
     network_fill_us: float
     local_gb_per_s: float
     copy_gb_per_s: float
+    tree_gb_per_s: float
     nvls_gb_per_s: float
-    node_gb_per_s: float
+    nvls_us: float
+    p2p_gb_per_s: float
+    p2p_copy_gb_per_s: float
     message_us: float
+    network_message_us: float
+    node_gb_per_s: float
+    buffer_us: float
     overlap_order: float
 
 
@@ -98,62 +111,72 @@ def _pipelined(stages: list[sp.Expr]) -> sp.Expr:
     return sum((stage**order for stage in stages), sp.Integer(0)) ** (1 / order)
 
 
-def _with_protocols(hops: sp.Expr, wire: sp.Expr, fill: sp.Expr, base: sp.Expr) -> list[sp.Expr]:
-    """The LL and the Simple form of an algorithm with ``hops`` (LL time) and ``wire`` time."""
-    return [
-        base + hops + wire / _C["ll_share"],
-        base + _C["simple_hops"] * hops + wire + 2 * _root(fill * wire),
-    ]
+def _chunked(stages_us: sp.Expr, wire: sp.Expr, depth: sp.Expr) -> sp.Expr:
+    """A chunked pipeline of ``depth`` stages; its chunks stop growing at the buffer's size."""
+    limit = _C["buffer_us"] * depth
+    return stages_us + wire + 2 * _root(stages_us * wire * limit / (wire + limit))
 
 
-def _ring(passes: int, across_nodes: bool, several_local: bool, copies: bool) -> list[sp.Expr]:
+def _hops(local: sp.Expr, network: sp.Expr, simple: bool) -> sp.Expr:
+    """Time of ``local`` steps inside nodes and ``network`` steps between them."""
+    if simple:
+        return local * _C["local_simple_us"] + network * _C["network_simple_us"]
+    return local * _C["local_hop_us"] + network * _C["network_hop_us"]
+
+
+def _ring(passes: int, across_nodes: bool, several_local: bool) -> list[sp.Expr]:
     """A ring: ``passes`` is 1 for all-gather and reduce-scatter, 2 for all-reduce."""
     volume = passes * S * (_RANKS - 1) / _RANKS
     stages: list[sp.Expr] = []
-    hops: sp.Expr = sp.Integer(0)
     if several_local or not across_nodes:
         stages.append(_us(volume, _C["local_gb_per_s"]))
-        hops += passes * N * (G - 1) * _C["local_hop_us"]
     if across_nodes:
         stages.append(_us(volume, _C["node_gb_per_s"]))
-        hops += passes * (N - 1) * _C["network_hop_us"]
-    wire = _pipelined(stages)
-    if copies:
-        wire += _us(S / _RANKS, _C["copy_gb_per_s"])
-    return _with_protocols(hops, wire, _fill(across_nodes), _base(across_nodes))
+    wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
+    steps = passes * N * (G - 1), passes * (N - 1)
+    base = _base(across_nodes)
+    return [
+        base + _hops(*steps, simple=False) + wire / _C["ll_share"],
+        base + _hops(*steps, simple=True) + wire + 2 * _root(_fill(across_nodes) * wire),
+    ]
 
 
 def _tree(two_nodes: bool, several_local: bool) -> list[sp.Expr]:
     """The all-reduce tree over nodes, a chain of GPUs inside each node."""
     stages = [_us(S if two_nodes else 2 * S, _C["node_gb_per_s"])]
-    hops: sp.Expr = 2 * sp.log(N, 2) * _C["network_hop_us"]
     if several_local:
-        stages.append(_us(2 * S, _C["local_gb_per_s"]))
-        hops += 2 * (G - 1) * _C["local_hop_us"]
-    return _with_protocols(hops, _pipelined(stages), _C["network_fill_us"], _base(True))
+        stages.append(_us(2 * S, _C["tree_gb_per_s"]))
+    wire = _pipelined(stages)
+    steps = 2 * (G - 1), 2 * sp.log(N, 2)
+    simple_us = _hops(*steps, simple=True)
+    return [
+        _base(True) + _hops(*steps, simple=False) + wire / _C["ll_share"],
+        _base(True) + _chunked(simple_us, wire, steps[1]),
+    ]
 
 
 def _nvls(across_nodes: bool, two_nodes: bool) -> list[sp.Expr]:
     """All-reduce in the NVLink switch; across nodes a tree joins the switches."""
     stages = [_us(S * (1 + 1 / G), _C["nvls_gb_per_s"])]
-    hops: sp.Expr = 2 * _C["simple_hops"] * _C["local_hop_us"]
-    if across_nodes:
-        stages.append(_us(S if two_nodes else 2 * S, _C["node_gb_per_s"]))
-        hops += 2 * sp.log(N, 2) * _C["simple_hops"] * _C["network_hop_us"]
+    base = _base(across_nodes) + _C["nvls_us"]
+    if not across_nodes:
+        return [base + stages[0] + 2 * _root(_C["fill_us"] * stages[0])]
+    stages.append(_us(S if two_nodes else 2 * S, _C["node_gb_per_s"]))
     wire = _pipelined(stages)
-    return [_base(across_nodes) + hops + wire + 2 * _root(_fill(across_nodes) * wire)]
+    depth = 2 * sp.log(N, 2)
+    return [base + _chunked(depth * _C["network_simple_us"], wire, depth)]
 
 
 def _all_to_all(across_nodes: bool, several_local: bool) -> list[sp.Expr]:
     """n-1 messages: those inside the node over NVLink, the others through the GPU's own NIC."""
     stages: list[sp.Expr] = []
     if several_local or not across_nodes:
-        stages.append(_us(S * (G - 1) / _RANKS, _C["local_gb_per_s"]))
+        stages.append(_us(S * (G - 1) / _RANKS, _C["p2p_gb_per_s"]))
     if across_nodes:
         stages.append(_us(S * (N - 1) * G / _RANKS, _C["node_gb_per_s"] / G))
-    wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
-    hops = (_RANKS - 1) * _C["message_us"]
-    return [_base(across_nodes) + hops + wire + 2 * _root(_fill(across_nodes) * wire)]
+    wire = _pipelined(stages) + _us(S / _RANKS, _C["p2p_copy_gb_per_s"])
+    messages = (G - 1) * _C["message_us"] + (N - 1) * G * _C["network_message_us"]
+    return [_base(across_nodes) + messages + wire + 2 * _root(_fill(across_nodes) * wire)]
 
 
 def _base(across_nodes: bool) -> sp.Expr:
@@ -172,8 +195,8 @@ def collective_expressions(
     if kind == "all_to_all":
         return tuple(_all_to_all(across_nodes, several_local))
     if kind in ("all_gather", "reduce_scatter"):
-        return tuple(_ring(1, across_nodes, several_local, copies=True))
-    candidates = _ring(2, across_nodes, several_local, copies=False)
+        return tuple(_ring(1, across_nodes, several_local))
+    candidates = _ring(2, across_nodes, several_local)
     if across_nodes:
         candidates += _tree(two_nodes, several_local)
     if has_nvls and several_local:

@@ -1,26 +1,30 @@
 """Time of one compute kernel: matmul, fused attention, anything bound by memory.
 
 * matmul: the output is cut into tiles, the tiles run in waves over the SMs; a wave takes the time
-  of one tile at the SM's share of the sustained peak. The best tile of a short list is taken, as
-  cuBLAS does. Small tiles reuse less of what they load and reach less of the peak.
-* attention: the FLOPs of the fused kernels (a causal mask halves them) over a share of the peak;
-  the backward pass recomputes the scores: five products where the forward pass has two.
+  of one tile at the SM's share of the peak, plus a prologue worth a few K steps. The best tile of
+  a short list is taken, as cuBLAS does; small tiles reuse less of what they load. A last partial
+  wave costs part of a full one (split-K and stream-K kernels fill it).
+* attention: the FLOPs of the fused kernels over a share of the peak, in waves of blocks of 128
+  queries; a causal mask leaves the pairs up to the diagonal and half a block more; every block
+  pays a prologue worth some keys. The backward pass recomputes the scores: five products where
+  the forward pass has two.
 * memory: bytes over the share of device-memory bandwidth that a copy reaches.
 
-Each is at least the time its bytes need, plus the fixed time of a kernel. Formats without a peak
-in the profile run at the next wider format's. Refused: dtypes that are no numbers to multiply
-(``ValueError``).
+Each is at least the time its bytes need, plus the fixed time of a kernel. Clocks: a short burst
+runs at boost clock, sustained work slower (power), approached over ``SUSTAINED_AFTER_US``;
+``sustained=True`` is a kernel in the middle of a training step. Refused: dtypes that are no
+numbers to multiply (``ValueError``).
 
 Sources: tile and wave quantisation
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ ; attention
-FLOPs https://arxiv.org/abs/2307.08691 section 4.1; efficiencies: ``profiles/gpus.toml``.
+FLOPs https://arxiv.org/abs/2307.08691 section 4.1; constants: ``profiles/gpus.toml``, fitted to
+the public tables that ``benchmarks/bench_cost_model.py`` names.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 import torch
@@ -63,15 +67,22 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "fp64": 8,
 }
 # Output tiles that cuBLAS and CUTLASS use, with the share of the peak each can reach: the wider
-# the tile, the more often a loaded operand is used (CUTLASS "efficient GEMM" documentation).
+# the tile, the more often a loaded operand is used. Shares fitted to the A100 to B300 tables.
 _TILES: Final[tuple[tuple[int, int, float], ...]] = (
     (256, 128, 1.0),
     (128, 256, 1.0),
-    (128, 128, 0.92),
+    (128, 128, 0.98),
     (128, 64, 0.78),
     (64, 128, 0.78),
-    (64, 64, 0.6),
+    (64, 64, 0.55),
 )
+ATTENTION_BLOCK = 128
+"""Queries of one block of fused attention (https://arxiv.org/abs/2307.08691, section 3.3)."""
+MATMUL_WAVE_SHARE = 0.4
+ATTENTION_WAVE_SHARE = 0.6
+"""How much of a partial last wave is lost: 1 would be all, 0 none. Fitted as above."""
+SUSTAINED_AFTER_US = 800.0
+"""Duration at which half of the sustained slowdown shows. Fitted to the burst tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,17 @@ class ComputeConstants:
 
     Attributes:
         num_sms: streaming multiprocessors (CPU: cores) that share the tiles of a kernel.
-        matmul_efficiency: share of the peak that large matmuls sustain.
-        attention_efficiency: the same for the forward pass of fused attention.
-        attention_backward_efficiency: the same for its backward pass.
+        matmul_efficiency: share of the peak that large matmuls reach in a burst.
+        fp8_efficiency: the same for fp8 matmuls with their scales.
+        prologue_k: start of a tile, in steps of K.
+        sustained_slowdown: how much longer a matmul takes at sustained clocks, as a share.
+        attention_efficiency: share of the peak that fused attention reaches, forward.
+        attention_backward_efficiency: the same, backward.
+        attention_fp8_share: share of its bf16 efficiency that fp8 attention keeps.
+        attention_prologue: start of a block of attention, in keys, forward.
+        attention_backward_prologue: the same, backward.
+        attention_us: shortest time of an attention kernel, forward; twice that backward.
+        flash2_share: share of these rates that FlashAttention 2, PyTorch's own kernel, reaches.
         hbm_efficiency: share of ``hbm_gb_per_s`` that a copy reaches.
         kernel_us: shortest time of any kernel.
     """
@@ -95,15 +114,23 @@ class ComputeConstants:
     fp64_tflop_per_s: float
     num_sms: float
     matmul_efficiency: float
+    fp8_efficiency: float
+    prologue_k: float
+    sustained_slowdown: float
     attention_efficiency: float
     attention_backward_efficiency: float
+    attention_fp8_share: float
+    attention_prologue: float
+    attention_backward_prologue: float
+    attention_us: float
+    flash2_share: float
     hbm_gb_per_s: float
     hbm_efficiency: float
     kernel_us: float
 
-    def peak_flop_per_us(self, dtype: str) -> float:
-        """Dense peak of a format in FLOP per microsecond."""
-        return getattr(self, f"{dtype}_tflop_per_s") * 1e6
+    def sm_flop_per_us(self, dtype: str) -> float:
+        """Dense peak of one SM in a format, in FLOP per microsecond."""
+        return getattr(self, f"{dtype}_tflop_per_s") * 1e6 / self.num_sms
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -126,24 +153,39 @@ def _from_text(text: str) -> str | None:
     return bare if bare in ITEM_BYTES else _ALIASES.get(bare)
 
 
-def matmul_us(batch: int, m: int, n: int, k: int, dtype: str, constants: ComputeConstants) -> float:
+def matmul_us(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    constants: ComputeConstants,
+    *,
+    sustained: bool = False,
+) -> float:
     """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel; 0 if nothing is computed."""
     if min(batch, m, n, k) <= 0:
         return 0.0
-    rate = constants.peak_flop_per_us(dtype) * constants.matmul_efficiency / constants.num_sms
+    share = constants.fp8_efficiency if dtype == "fp8" else constants.matmul_efficiency
+    rate = constants.sm_flop_per_us(dtype) * share
+    steps = 2.0 * (k + constants.prologue_k) / rate
     compute_us = min(
-        _waves(batch, m, n, rows, columns, constants.num_sms)
-        * (2.0 * rows * columns * k / (rate * share))
-        for rows, columns, share in _TILES
+        _waves(batch * math.ceil(m / rows) * math.ceil(n / columns), constants, MATMUL_WAVE_SHARE)
+        * (rows * columns * steps / reuse)
+        for rows, columns, reuse in _TILES
     )
     moved = batch * (m * k + k * n + m * n) * ITEM_BYTES[dtype]
-    return max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
+    burst_us = max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
+    throttled = 1.0 if sustained else burst_us / (burst_us + SUSTAINED_AFTER_US)
+    return burst_us * (1.0 + constants.sustained_slowdown * throttled)
 
 
-@cache
-def _waves(batch: int, m: int, n: int, rows: int, columns: int, num_sms: float) -> float:
-    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
-    return math.ceil(tiles / num_sms)
+def _waves(tiles: float, constants: ComputeConstants, loss: float) -> float:
+    """Waves that ``tiles`` take on the SMs; ``loss`` is the share lost of a partial last one."""
+    exact = tiles / constants.num_sms
+    if exact <= 1.0:
+        return 1.0
+    return exact ** (1.0 - loss) * math.ceil(exact) ** loss
 
 
 def attention_flops(
@@ -158,18 +200,21 @@ def attention_flops(
     backward: bool,
 ) -> float:
     """FLOPs of fused attention; a causal mask keeps the pairs on and below the diagonal."""
-    pairs = float(batch * q_heads) * _pairs(seq_q, seq_kv, causal)
-    if not backward:
-        return 2.0 * pairs * (head_dim + head_dim_v)
-    # Q K^T again, dS Q, dS^T K over head_dim; dO V^T, P^T dO over head_dim_v.
-    return 2.0 * pairs * (3 * head_dim + 2 * head_dim_v)
-
-
-def _pairs(seq_q: int, seq_kv: int, causal: bool) -> float:
-    if not causal:
-        return float(seq_q) * seq_kv
     rows = min(seq_q, seq_kv)
-    return rows * seq_kv - rows * rows / 2.0
+    keys = seq_kv - rows / 2.0 if causal else float(seq_kv)
+    queries = float(rows if causal else seq_q)
+    return batch * q_heads * queries * keys * _pair_flops(head_dim, head_dim_v, backward)
+
+
+def _pair_flops(head_dim: int, head_dim_v: int, backward: bool) -> float:
+    """FLOPs of one query-key pair.
+
+    Forward: Q K^T and P V. Backward: Q K^T again, dS K and dS^T Q over ``head_dim``; dO V^T and
+    P^T dO over ``head_dim_v``.
+    """
+    if backward:
+        return 2.0 * (3 * head_dim + 2 * head_dim_v)
+    return 2.0 * (head_dim + head_dim_v)
 
 
 def attention_us(
@@ -185,20 +230,34 @@ def attention_us(
     causal: bool,
     backward: bool,
     constants: ComputeConstants,
+    flash2: bool = False,
 ) -> float:
-    """Time (us) of one fused attention kernel, forward or backward."""
+    """Time (us) of one fused attention kernel, forward or backward; 0 if nothing is computed.
+
+    ``flash2``: the kernel is FlashAttention 2, which newer GPUs leave far from their peak.
+    """
     if min(batch, q_heads, seq_q, seq_kv, head_dim) <= 0:
         return 0.0
-    flops = attention_flops(
-        batch, q_heads, seq_q, seq_kv, head_dim, head_dim_v, causal=causal, backward=backward
-    )
+    rows = min(seq_q, seq_kv) if causal else seq_q
+    keys = seq_kv - rows / 2.0 + ATTENTION_BLOCK / 2.0 if causal else float(seq_kv)
+    keys += constants.attention_backward_prologue if backward else constants.attention_prologue
+    blocks = float(batch * q_heads * math.ceil(rows / ATTENTION_BLOCK))
+    block_us = ATTENTION_BLOCK * keys * _pair_flops(head_dim, head_dim_v, backward)
+    block_us /= _attention_rate(dtype, backward, flash2, constants)
+    compute_us = _waves(blocks, constants, ATTENTION_WAVE_SHARE) * block_us
+    moved = batch * (q_heads * seq_q + kv_heads * seq_kv) * (head_dim + head_dim_v)
+    # Backward reads what forward read and wrote, and writes as much in gradients.
+    passes = 2 if backward else 1
+    transfer_us = _transfer_us(passes * moved * ITEM_BYTES[dtype], constants)
+    return max(compute_us, transfer_us) + passes * constants.attention_us
+
+
+def _attention_rate(dtype: str, backward: bool, flash2: bool, constants: ComputeConstants) -> float:
+    """FLOP per microsecond that one SM sustains in fused attention."""
     share = constants.attention_backward_efficiency if backward else constants.attention_efficiency
-    compute_us = flops / (constants.peak_flop_per_us(dtype) * share)
-    queries = q_heads * seq_q * (head_dim + head_dim_v)
-    keys = kv_heads * seq_kv * (head_dim + head_dim_v)
-    # Backward reads and writes what forward does, once more for the gradients.
-    moved = batch * (queries + keys) * ITEM_BYTES[dtype] * (2 if backward else 1)
-    return max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
+    share *= constants.attention_fp8_share if dtype == "fp8" else 1.0
+    share *= constants.flash2_share if flash2 else 1.0
+    return constants.sm_flop_per_us(dtype) * share
 
 
 def memory_us(size_bytes: float, constants: ComputeConstants) -> float:

@@ -50,6 +50,7 @@ class AttentionShape:
     dtype: torch.dtype
     causal: bool
     backward: bool
+    flash2: bool
     density: float = 1.0
 
 
@@ -155,6 +156,7 @@ def read_attention(node: fx.Node) -> AttentionShape | None:
         dtype=query.dtype,
         causal=_is_causal(node),
         backward="backward" in name,
+        flash2=_is_flash2(name),
         density=_density(node),
     )
 
@@ -187,6 +189,14 @@ def _layout(
 
 def _is_causal(node: fx.Node) -> bool:
     return bool(argument(node, "is_causal") or argument(node, "custom_mask_type"))
+
+
+def _is_flash2(name: str) -> bool:
+    """True for PyTorch's own kernels; cuDNN's is faster, and CPU ops stand for the target's best.
+
+    Planning on CPU tensors for a GPU shows the CPU kernel, which is priced as the GPU's best.
+    """
+    return "cpu" not in name and "cudnn" not in name
 
 
 def _density(node: fx.Node) -> float:

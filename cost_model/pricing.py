@@ -149,7 +149,9 @@ class ClusterCostModel:
         dtype = None if shape is None else _rate_of(shape.dtype)
         if shape is None or dtype is None:
             return self._fallback_us(node)
-        once_us = self.cluster.batched_matmul_us(shape.batch, shape.m, shape.n, shape.k, dtype)
+        once_us = self.cluster.sustained_matmul_us(
+            shape.m, shape.n, shape.k, dtype, batch=shape.batch
+        )
         return once_us * shape.repeats
 
     def _attention_us(self, node: fx.Node) -> float:
@@ -168,6 +170,7 @@ class ClusterCostModel:
             head_dim_v=shape.head_dim_v,
             causal=shape.causal,
             backward=shape.backward,
+            flash2=shape.flash2,
         )
         return dense_us * shape.density
 
