@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from inductor_overlap.cost_model.simulate import Timeline, simulate
 from inductor_overlap.passes.bucket_schedule import bucket_program
@@ -94,7 +93,7 @@ def rank_choices(
 
 
 def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:
-    """Each named collective with its block: the path up to the first number, else the top module."""
+    """Each named collective with its block: its path up to the first number, else its top name."""
     keyed: list[tuple[str, FreeCollective]] = []
     for collective in collectives:
         name = name_of(collective)
@@ -187,5 +186,5 @@ def _limit_error(limit_bytes: float, choices: Sequence[Choice]) -> MemoryLimitEr
     )
 
 
-DEFAULT_HEADROOM: Literal[1.05] = 1.05
+DEFAULT_HEADROOM = 1.05
 """Default memory limit, relative to the peak of the unscheduled graph."""

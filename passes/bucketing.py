@@ -51,7 +51,8 @@ def why_not_bucketed(collective: Collective) -> str:
     if collective.is_bucket:
         return "it is a bucket already"
     tensors: list[torch.Tensor] = [_source(collective).meta["val"], collective.start.meta["val"]]
-    if any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+    sizes: list[object] = [size for tensor in tensors for size in tensor.shape]
+    if any(not isinstance(size, int) for size in sizes):
         return "symbolic sizes"
     return ""
 

@@ -7,22 +7,33 @@ that follows it are one chain). Everything else is described, with the reason, a
 is: collectives on the critical path (tensor parallel, expert parallel), coalesced and in-place
 forms, gathers of an input that the graph also writes.
 
-An op that may communicate without being a functional collective is a *barrier*: no collective
-moves across it.
+Gathers and reductions of a bucket that `bucketing` has made are recognised as such, with the nodes
+that pack and unpack them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from inductor_overlap.cost_model.sizes import shape_hint, tensor_bytes
+from inductor_overlap.passes.fx_ops import (
+    arguments,
+    collective_kind,
+    is_plain_form,
+    is_pure_compute,
+    is_start,
+    is_wait,
+    op_base_name,
+    written_inputs,
+)
 from inductor_overlap.passes.parameter_names import (
     descriptor_fqn,
     module_path,
@@ -30,22 +41,9 @@ from inductor_overlap.passes.parameter_names import (
     parameter_position,
 )
 
-_NAMESPACE = "_c10d_functional"
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-}
 BUCKET = "inductor_overlap_bucket"
 """Key in ``meta`` of the nodes that make up a bucket (pack, start, wait, unpack): its name."""
 BUCKETED_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_GROUP_ARGUMENTS = ("group_name", "group", "process_group", "pg", "comm")
-_COMMUNICATION_WORDS = re.compile(
-    r"(^|_)(all_?(gather|reduce|to_?all)|reduce_?scatter|broadcast|i?send|i?recv|p2p|a2a|barrier"
-    r"|dispatch|combine|permute_collective|comm)(_|$)"
-)
-_COMPUTE_NAMESPACES = frozenset({"aten", "prims", "inductor", "inductor_prims", "quantized", "rngprims"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +56,7 @@ class Collective:
             functional collective, its op name.
         size_bytes: nccl-tests size: total gathered output of an all-gather, total input of a
             reduce-scatter, the buffer of an all-reduce or all-to-all; padded shapes.
+        input_bytes, output_bytes: of its tensors on this rank, padded.
         group_name: name of the process group.
         group: the group argument as it stands in the graph: a string or an FX node.
         ranks: global ranks of the group; ``range(size)`` when the group is not registered here.
@@ -77,6 +76,8 @@ class Collective:
     start: fx.Node
     waits: tuple[fx.Node, ...]
     size_bytes: int
+    input_bytes: int
+    output_bytes: int
     dtype: torch.dtype
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
@@ -110,54 +111,9 @@ class Collective:
         return f"Collective({self.name}, {self.kind}, {self.size_bytes} B, {what}, {state})"
 
 
-def op_name(node: fx.Node) -> str:
-    """``namespace::op`` of a call_function node, without the overload."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    return getattr(target, "__name__", str(target))
-
-
-def is_start(node: fx.Node) -> bool:
-    """True for every functional collective, coalesced and in-place forms included."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target.namespace == _NAMESPACE and not is_wait(node)
-
-
-def is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
-
-
-def is_barrier(node: fx.Node) -> bool:
-    """True for an op that may communicate but is no functional collective that we know.
-
-    Custom ops count when their schema takes a group or their name says that they communicate;
-    effectful ops (``with_effects``) always do.
-    """
-    if node.op != "call_function":
-        return False
-    if is_start(node):
-        return _kind(node) not in _KINDS.values() and op_name(node).split("::")[1] not in _SAFE_FORMS
-    if op_name(node) == "with_effects":
-        return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in _COMPUTE_NAMESPACES:
-        return False
-    if is_wait(node):
-        return False
-    takes_group = any(argument.name in _GROUP_ARGUMENTS for argument in target._schema.arguments)
-    return takes_group or _COMMUNICATION_WORDS.search(target._schema.name.split("::")[1]) is not None
-
-
-_SAFE_FORMS = frozenset(
-    f"{base}{suffix}" for base in _KINDS for suffix in ("", "_", "_out", "_coalesced", "_coalesced_")
-) | {"broadcast", "broadcast_"}
-
-
 def find_collectives(graph: fx.Graph) -> list[Collective]:
     """Describe every functional collective of ``graph``, in graph order."""
-    written = _written_inputs(graph)
+    written = _written_graph_inputs(graph)
     sizes = _group_sizes(graph)
     found: dict[str, Collective] = {}
     for node in graph.nodes:
@@ -173,12 +129,12 @@ def _describe(
     sizes: dict[str, int],
 ) -> Collective:
     waits = tuple(_waits(start))
-    arguments = _arguments(start)
-    group = cast("str | fx.Node", arguments.get("group_name", ""))
+    given = arguments(start)
+    group = cast("str | fx.Node", given.get("group_name", ""))
     name = group_name_of(group)
     source = _single_tensor(start.args[0] if start.args else None)
     output = _single_tensor(start)
-    kind = _kind(start)
+    kind = collective_kind(start)
     pack = _pack(start)
     head, root = _head(start, pack) if kind == "all_gather" else ((), None)
     tail, ends_in_output = _tail(waits)
@@ -191,10 +147,12 @@ def _describe(
         start=start,
         waits=waits,
         size_bytes=_nbytes(output if kind == "all_gather" else source),
+        input_bytes=_nbytes(source),
+        output_bytes=_nbytes(output),
         dtype=source.dtype if source is not None else torch.float32,
         input_shape=_shape(source),
         output_shape=_shape(output),
-        reduce_op=str(arguments.get("reduce_op", "")),
+        reduce_op=str(given.get("reduce_op", "")),
         group_name=name,
         group=group,
         ranks=_group_ranks(name, sizes),
@@ -222,7 +180,7 @@ def _why_fixed(
 ) -> str:
     if kind not in BUCKETED_KINDS:
         return f"{kind} is on the critical path"
-    if op_name(start).split("::")[1] not in _KINDS or source is None:
+    if not is_plain_form(start) or source is None:
         return "coalesced or in-place form"
     if len(waits) != 1:
         return f"{len(waits)} waits where one was expected"
@@ -239,7 +197,7 @@ def _waits(start: fx.Node) -> Iterator[fx.Node]:
     for user in start.users:
         if is_wait(user):
             yield user
-        elif op_name(user) == "getitem":
+        elif op_base_name(user) == "getitem":
             yield from (leaf for leaf in user.users if is_wait(leaf))
 
 
@@ -270,9 +228,7 @@ def _unpack(waits: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(unpack)
 
 
-def _head(
-    start: fx.Node, pack: Sequence[fx.Node]
-) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
+def _head(start: fx.Node, pack: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
     """The unary chains that feed ``start`` and a graph input they begin at, or None.
 
     One chain for a single gather, one per member for a bucket. A chain node with other users is
@@ -293,7 +249,7 @@ def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
     links: list[fx.Node] = []
     while node.op != "placeholder":
         inputs = node.all_input_nodes
-        if len(inputs) != 1 or not _is_pure(node):
+        if len(inputs) != 1 or not is_pure_compute(node):
             return [], None
         links.append(node)
         node = inputs[0]
@@ -303,13 +259,6 @@ def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-
-
-def _is_pure(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        target.namespace in _COMPUTE_NAMESPACES and not target._schema.is_mutable
-    )
 
 
 def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
@@ -350,14 +299,11 @@ def _reached(start: fx.Node) -> set[fx.Node]:
 def _may_follow_reduction(node: fx.Node) -> bool:
     """Ops that finish a gradient: unary chains, sums of two gradients, a further all-reduce."""
     if is_start(node):
-        return _kind(node) == "all_reduce"
-    if is_wait(node) or op_name(node) == "getitem":
+        return collective_kind(node) == "all_reduce"
+    if is_wait(node) or op_base_name(node) == "getitem":
         return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    sums = target in (torch.ops.aten.add.Tensor, torch.ops.aten.cat.default)
-    return target.namespace in _COMPUTE_NAMESPACES and (len(node.all_input_nodes) == 1 or sums)
+    sums = node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.cat.default)
+    return is_pure_compute(node) and (len(node.all_input_nodes) == 1 or sums)
 
 
 def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
@@ -370,32 +316,9 @@ def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
     return ""
 
 
-def _written_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Graph inputs that some node of the graph writes."""
-    written: set[fx.Node] = set()
-    for node in graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            written.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
-        elif node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator):
-            written.update(arg for arg in node.all_input_nodes if arg.op == "placeholder")
-    return frozenset(written)
-
-
-def _kind(start: fx.Node) -> str:
-    name = op_name(start).split("::")[1]
-    base = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
-    return _KINDS.get(base, base)
-
-
-def _arguments(start: fx.Node) -> dict[str, Any]:
-    """Arguments by schema name; constants of group nodes stay nodes."""
-    target = cast("torch._ops.OpOverload", start.target)
-    named = {
-        argument.name: value
-        for argument, value in zip(target._schema.arguments, start.args, strict=False)
-    }
-    return {**named, **start.kwargs}
+def _written_graph_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    written = {target for node in graph.nodes for target in written_inputs(node)}
+    return frozenset(node for node in written if node.op == "placeholder")
 
 
 def group_name_of(group: str | fx.Node) -> str:
@@ -409,9 +332,9 @@ def _group_sizes(graph: fx.Graph) -> dict[str, int]:
     """Group name -> number of ranks, as far as the collectives of the graph state it."""
     sizes: dict[str, int] = {}
     for node in graph.nodes:
-        arguments = _arguments(node) if is_start(node) else {}
-        if "group_size" in arguments and "group_name" in arguments:
-            sizes[group_name_of(arguments["group_name"])] = int(arguments["group_size"])
+        given = arguments(node) if is_start(node) else {}
+        if "group_size" in given and "group_name" in given:
+            sizes[group_name_of(given["group_name"])] = int(given["group_size"])
     return sizes
 
 
@@ -419,11 +342,15 @@ def _group_ranks(group_name: str, sizes: dict[str, int]) -> tuple[int, ...]:
     """Ranks of a registered group; else a contiguous group of the stated size, at least a pair."""
     if dist.is_available() and dist.is_initialized():
         try:
-            group = dist.distributed_c10d._resolve_process_group(group_name)
-            return tuple(dist.get_process_group_ranks(group))
+            return tuple(dist.get_process_group_ranks(_resolve_group(group_name)))
         except (RuntimeError, ValueError, KeyError):
-            pass
+            pass  # the graph was traced elsewhere: plan with what it says itself
     return tuple(range(sizes.get(group_name, 2)))
+
+
+def _resolve_group(group_name: str) -> dist.ProcessGroup:
+    resolve = distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return resolve(GroupName(group_name))
 
 
 def _input_position(start: fx.Node, root: fx.Node | None, default: int) -> int:

@@ -18,15 +18,11 @@ import torch.fx as fx
 
 from inductor_overlap.cost_model.fusion import is_fusible
 from inductor_overlap.cost_model.pricing import PricedCluster
-from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
-from inductor_overlap.cost_model.sizes import numel_hint, tensor_bytes
+from inductor_overlap.cost_model.schedule import Schedule, Task
+from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
-from inductor_overlap.passes.collectives import (
-    Collective,
-    find_collectives,
-    is_barrier,
-    is_wait,
-)
+from inductor_overlap.passes.collectives import Collective, find_collectives
+from inductor_overlap.passes.fx_ops import is_barrier, is_wait, written_inputs
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import Storages, is_alias
 
@@ -46,7 +42,9 @@ def read_graph(graph: fx.Graph, prices: PricedCluster) -> GraphProgram:
     return _Reader(graph, prices).read()
 
 
-def write_order(graph: fx.Graph, nodes: Mapping[str, Sequence[fx.Node]], order: Iterable[str]) -> int:
+def write_order(
+    graph: fx.Graph, nodes: Mapping[str, Sequence[fx.Node]], order: Iterable[str]
+) -> int:
     """Put the nodes of ``graph`` into the task order; returns how many nodes changed place.
 
     Nodes that belong to no task (inputs, attributes) stay in front, the output stays last.
@@ -58,7 +56,7 @@ def write_order(graph: fx.Graph, nodes: Mapping[str, Sequence[fx.Node]], order: 
     moved = sum(a is not b for a, b in zip(current, wanted, strict=True))
     if moved == 0:
         return 0
-    cursor = graph._root
+    cursor = graph._root  # pyright: ignore[reportPrivateUsage]
     for node in [*front, *wanted]:
         if cursor.next is not node:
             cursor.append(node)
@@ -86,7 +84,9 @@ class _Reader:
             buffers=self.storages.buffers,
             machine=self.prices.machine({c.group_name: c.ranks for c in self.collectives}),
         )
-        free = tuple(self._neutral(collective) for collective in self.collectives if collective.free)
+        free = tuple(
+            self._neutral(collective) for collective in self.collectives if collective.free
+        )
         program = Program(
             schedule=schedule,
             collectives=free,
@@ -124,13 +124,11 @@ class _Reader:
         """
         chains: dict[str, int] = {}
         for collective in self.collectives:
-            source, result = collective.start.all_input_nodes[:1], collective.waits[:1]
             if collective.head:
                 casts = _dtypes(collective.head) != {collective.dtype}
-                nbytes = tensor_bytes(source[0].meta["val"]) if casts else 0
-                chains[f"{collective.name}.prepare"] = nbytes
+                chains[f"{collective.name}.prepare"] = collective.input_bytes if casts else 0
             if collective.tail:
-                value = result[0].meta["val"]
+                value = collective.waits[0].meta["val"]
                 last = _dtypes(collective.tail[-1:])
                 casts = last != {value.dtype}
                 itemsize = max(dtype.itemsize for dtype in last) if casts else 0
@@ -209,7 +207,9 @@ class _Reader:
         )
         self.durations[collective.name] = duration_us
         if not collective.waits:
-            return Task(collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes)
+            return Task(
+                collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes
+            )
         return Task(
             name=collective.name,
             kind="start",
@@ -240,7 +240,7 @@ class _Reader:
     def _wait(
         self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
     ) -> Task:
-        """A wait; further waits of one collective, and waits of unknown tensors, are free compute."""
+        """A wait; further waits of one collective, and of unknown tensors, are free compute."""
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         while source not in self.by_start and source.all_input_nodes:
             source = source.all_input_nodes[0]
@@ -257,15 +257,14 @@ class _Reader:
         )
 
     def _neutral(self, collective: Collective) -> FreeCollective:
-        source = collective.start.all_input_nodes[0].meta["val"]
         return FreeCollective(
             name=collective.name,
             wait=collective.waits[0].name,
             kind=collective.kind,
             bucket_key=collective.bucket_key,
             size_bytes=collective.size_bytes,
-            input_bytes=tensor_bytes(source),
-            output_bytes=tensor_bytes(collective.start.meta["val"]),
+            input_bytes=collective.input_bytes,
+            output_bytes=collective.output_bytes,
             ranks=collective.ranks,
             fqn=collective.fqn,
             module=collective.module,
@@ -297,23 +296,12 @@ class _Links:
             deps += [self._barrier] if self._barrier else []
             self._since_barrier.append(name)
         for node in nodes:
-            for buffer in _written_in_place(node, storages):
+            for buffer in [name for arg in written_inputs(node) for name in storages.of(arg)]:
                 deps += self._readers[buffer]
                 self._readers[buffer] = []
         for buffer in reads:
             self._readers[buffer].append(name)
         return deps
-
-
-def _written_in_place(node: fx.Node, storages: Storages) -> list[str]:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return []
-    written: list[str] = []
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        if argument.is_write and isinstance(value, fx.Node):
-            written += storages.of(value)
-    return written
 
 
 def _reached(node: fx.Node) -> set[fx.Node]:

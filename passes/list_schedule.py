@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import accumulate
 
 from inductor_overlap.cost_model.memory import memory_profile
@@ -26,7 +26,11 @@ from inductor_overlap.passes.reorder import Emitter, finish_order, order_on_dema
 
 
 def list_schedule(
-    program: Program, *, memory_limit_bytes: float = math.inf, prefetch_us: float = math.inf
+    program: Program,
+    *,
+    memory_limit_bytes: float = math.inf,
+    prefetch_us: float = math.inf,
+    issue_order: Sequence[str] = (),
 ) -> list[str]:
     """Task names in an order that keeps the queues busy.
 
@@ -35,13 +39,21 @@ def list_schedule(
         memory_limit_bytes: live bytes that no early start or late wait may exceed.
         prefetch_us: a gather starts at most this long before its latest safe start; smaller
             values cost less memory and absorb less error in the costs.
+        issue_order: names of all starts, fixed ones included, in the order to keep; empty: free.
     """
-    return _ListScheduler(program, memory_limit_bytes, prefetch_us).run()
+    return _ListScheduler(program, memory_limit_bytes, prefetch_us, issue_order).run()
 
 
 class _ListScheduler:
-    def __init__(self, program: Program, limit_bytes: float, prefetch_us: float) -> None:
+    def __init__(
+        self,
+        program: Program,
+        limit_bytes: float,
+        prefetch_us: float,
+        issue_order: Sequence[str],
+    ) -> None:
         self.program = program
+        self.issue_order = deque(issue_order)
         self.limit_bytes = limit_bytes
         self.prefetch_us = prefetch_us
         self.tasks = program.schedule.by_name
@@ -74,7 +86,9 @@ class _ListScheduler:
     # What is fixed before the walk.
 
     def _links(self) -> list[str]:
-        return list(dict.fromkeys(self._link(collective) for collective in self.program.collectives))
+        return list(
+            dict.fromkeys(self._link(collective) for collective in self.program.collectives)
+        )
 
     def _link(self, collective: FreeCollective) -> str:
         return self.machine.link(self.tasks[collective.name].queue)
@@ -146,6 +160,8 @@ class _ListScheduler:
                 self._start(collective, index)
 
     def _choose(self, link: str, index: int) -> FreeCollective | None:
+        if self.issue_order:
+            return self._next_issued(link, index)
         gather = self._admissible_gather(link, index)
         pending = self.pending[link]
         reduction = pending[0] if pending and self._is_reducible(pending[0]) else None
@@ -154,6 +170,17 @@ class _ListScheduler:
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
         slack_us = self.latest_us[gather.name] + self.stalled_us - begin_us
         return reduction if self.tasks[reduction.name].duration_us <= slack_us else gather
+
+    def _next_issued(self, link: str, index: int) -> FreeCollective | None:
+        while self.issue_order and self.issue_order[0] in self.emitter:
+            self.issue_order.popleft()
+        collective = self.program.by_name.get(self.issue_order[0]) if self.issue_order else None
+        if collective is None or self._link(collective) != link:
+            return None
+        if collective.is_gather:
+            return self._admissible(collective, link, index)
+        can_start = collective in self.pending[link] and self._is_reducible(collective)
+        return collective if can_start else None
 
     def _is_reducible(self, reduction: FreeCollective) -> bool:
         """False while the reduction that this one continues (HSDP) is still on the wire."""
@@ -171,9 +198,9 @@ class _ListScheduler:
         queue = self.gathers[link]
         while queue and queue[0].name in self.emitter:
             queue.popleft()
-        if not queue:
-            return None
-        gather = queue[0]
+        return self._admissible(queue[0], link, index) if queue else None
+
+    def _admissible(self, gather: FreeCollective, link: str, index: int) -> FreeCollective | None:
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
         if self.latest_us[gather.name] + self.stalled_us - begin_us > self.prefetch_us:
             return None
@@ -255,5 +282,5 @@ class _ListScheduler:
 
 
 def _early_bytes(gather: FreeCollective) -> int:
-    """What a gather holds before its first use: its output, and a packed input if it is a bucket."""
+    """What a gather holds before its first use: its output, for a bucket its packed input too."""
     return gather.output_bytes + (gather.input_bytes if gather.members else 0)

@@ -15,6 +15,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program
@@ -46,7 +47,9 @@ class ManualWrap:
         """
         parsed = tuple(_parse_entry(entry) for entry in entries)
         if not parsed:
-            raise WrapError('wrap is an empty list; name modules, or pass wrap="none" for no buckets')
+            raise WrapError(
+                'wrap is an empty list; name modules, or pass wrap="none" for no buckets'
+            )
         for entry in parsed:
             for pattern in _patterns(entry):
                 _compile(pattern)
@@ -104,9 +107,11 @@ def make_buckets(keyed: Iterable[tuple[str, FreeCollective]]) -> list[Bucket]:
 def _parse_entry(entry: object) -> str | tuple[str, ...]:
     if isinstance(entry, str) and entry:
         return entry
-    if isinstance(entry, (list, tuple)) and entry:
-        if all(isinstance(pattern, str) and pattern for pattern in entry):  # pyright: ignore[reportUnknownVariableType]
-            return tuple(entry)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(entry, (list, tuple)):
+        patterns = cast("Sequence[object]", entry)
+        strings = tuple(pattern for pattern in patterns if isinstance(pattern, str) and pattern)
+        if strings and len(strings) == len(patterns):
+            return strings
     raise WrapError(
         f"a wrap entry is a module FQN pattern or a list of them that share a bucket, such as "
         f'"layers.*" or ["norm", "output"]; got {entry!r}'
@@ -125,8 +130,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
     tokens = list(_TOKEN.finditer(pattern))
     if "".join(token.group() for token in tokens) != pattern or ".." in f".{pattern}.":
         raise WrapError(
-            f"cannot read the wrap pattern {pattern!r}; a pattern is dotted names in which * stands "
-            f'for any text within a level and [0-31] for a range, such as "layers.[0-15]"'
+            f"cannot read the wrap pattern {pattern!r}; a pattern is dotted names in which * "
+            f'stands for any text within a level and [0-31] for a range, such as "layers.[0-15]"'
         )
     return re.compile(f"({''.join(_regex(token) for token in tokens)})(?:\\..*)?")
 

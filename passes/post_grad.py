@@ -73,7 +73,9 @@ def overlap_graph(
     """
     source = read_graph(graph, prices)
     before = simulate(source.program.schedule)
-    limit = before.peak_bytes * DEFAULT_HEADROOM if memory_limit_bytes is None else memory_limit_bytes
+    limit = (
+        before.peak_bytes * DEFAULT_HEADROOM if memory_limit_bytes is None else memory_limit_bytes
+    )
     warnings = list(source.program.warnings)
     unchanged = _outcome(source, source, before, before, _no_plan(), 0, limit, warnings)
     if not source.program.collectives or _is_planned(source):

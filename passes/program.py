@@ -126,7 +126,9 @@ def find_windows(program: Program) -> Windows:
     needed: list[tuple[str, ...]] = []
     for index, task in enumerate(fixed):
         reached = list(_movable_ancestors(task, tasks, position, seen))
-        collectives = tuple(program.by_wait[name].name for name in reached if name in program.by_wait)
+        collectives = tuple(
+            program.by_wait[name].name for name in reached if name in program.by_wait
+        )
         needed.append(collectives)
         first_use.update(dict.fromkeys(collectives, index))
     ready: dict[str, int] = {}

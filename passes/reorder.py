@@ -55,7 +55,7 @@ class Emitter:
 
 
 def order_on_demand(program: Program) -> list[str]:
-    """Gathers start just before their first reader; reductions start and end as soon as they can."""
+    """Gathers start just before their first reader; reductions start and end at once."""
     windows = find_windows(program)
     emitter = Emitter(program.schedule.tasks)
     ready = _by_index(program.reductions, windows.ready_at)

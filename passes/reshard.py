@@ -65,7 +65,15 @@ def _leaves(node: fx.Node) -> bool:
 
 def _restores_layout(node: fx.Node) -> bool:
     name = str(getattr(node.target, "_opname", ""))
-    return name in ("cat", "clone", "slice", "split", "split_with_sizes", "_to_copy", "contiguous") or (
+    return name in (
+        "cat",
+        "clone",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "_to_copy",
+        "contiguous",
+    ) or (
         name in ("convert_element_type", "constant_pad_nd", "getitem", "reshape", "view", "narrow")
     )
 

@@ -18,26 +18,18 @@ import torch.fx as fx
 from inductor_overlap.cost_model.fusion import is_virtual
 from inductor_overlap.cost_model.schedule import Buffer
 from inductor_overlap.cost_model.sizes import shape_hint, size_hint, tensor_bytes
-from inductor_overlap.passes.collectives import is_wait, op_name
+from inductor_overlap.passes.fx_ops import is_wait, op_base_name, returns_alias
 
 _RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def is_alias(node: fx.Node) -> bool:
-    """True if ``node`` returns memory of its first tensor input: views, waits, getitem of a list."""
+    """True if ``node`` returns memory of its first tensor input: views, waits, list items."""
     if node.op != "call_function":
         return False
-    if is_wait(node):
-        return True
-    if op_name(node) == "getitem":
-        return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if target in _RESHAPES:
+    if node.target in _RESHAPES:
         return _reshapes_without_copy(node)
-    returns = target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
+    return is_wait(node) or op_base_name(node) == "getitem" or returns_alias(node)
 
 
 def _reshapes_without_copy(node: fx.Node) -> bool:
@@ -93,7 +85,7 @@ class Storages:
 
     def add(self, node: fx.Node) -> tuple[str, ...]:
         """Record what ``node`` allocates; returns the names of the buffers it writes."""
-        if op_name(node) == "getitem":
+        if op_base_name(node) == "getitem":
             self._of[node] = self._element(node)
             return ()
         if is_alias(node):
@@ -107,7 +99,7 @@ class Storages:
         return self._allocate(node)
 
     def add_chain(self, name: str, nodes: Iterable[fx.Node], size_bytes: int) -> tuple[str, ...]:
-        """Record a chain as one buffer of ``size_bytes``, or as a view of its input if that is 0."""
+        """Record a chain as one buffer of ``size_bytes``; as a view of its input if that is 0."""
         links = list(nodes)
         if size_bytes > 0:
             self.buffers[name] = Buffer(name, size_bytes)

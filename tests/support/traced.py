@@ -14,7 +14,7 @@ import torch.fx as fx
 from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._subclasses.fake_tensor import FakeTensorMode

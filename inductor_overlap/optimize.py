@@ -1,0 +1,109 @@
+"""Overlap one graph and report on it: the calls behind `optimize`, `simulate` and every compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.pricing import CostModel, PricedCluster
+from inductor_overlap.cost_model.simulate import Timeline
+from inductor_overlap.cost_model.simulate import simulate as simulate_schedule
+from inductor_overlap.passes.graph_schedule import read_graph
+from inductor_overlap.passes.post_grad import Outcome, overlap_graph
+from inductor_overlap.report import Report, explain_exposed
+from inductor_overlap.settings import Settings, Wrap
+
+
+def optimize(
+    gm: fx.GraphModule,
+    *,
+    wrap: Wrap = "auto",
+    cluster: str | Cluster | None = None,
+    cost_model: CostModel | None = None,
+    memory_limit_gb: float | None = None,
+    example_inputs: Sequence[object] | None = None,
+) -> Report:
+    """Bucket and reorder the collectives of one post-grad graph, in place.
+
+    Args:
+        gm: post-grad FX graph module of one rank (ATen and ``_c10d_functional`` nodes).
+        wrap: "auto", "greedy", "none", or a list of module FQN patterns.
+        cluster: a preset's name or a `Cluster`; None: by the device type of the graph's tensors.
+        cost_model: your own prices, instead of a cluster.
+        memory_limit_gb: GiB for the graph's live bytes; None: peak of the graph as given plus 5 %.
+        example_inputs: inputs to infer shapes from, for a graph without ``meta["val"]``.
+
+    Raises:
+        ValueError: An option is out of range, a wrap entry does not fit, no schedule fits the
+            limit, or the graph has no shapes and no ``example_inputs`` were given.
+    """
+    settings = Settings(
+        wrap=wrap, cluster=cluster, cost_model=cost_model, memory_limit_gb=memory_limit_gb
+    )
+    _require_shapes(gm, example_inputs)
+    report = overlap_and_report(gm.graph, settings)
+    gm.recompile()
+    return report
+
+
+def simulate(
+    gm: fx.GraphModule,
+    *,
+    cluster: str | Cluster | None = None,
+    cost_model: CostModel | None = None,
+) -> Timeline:
+    """How one post-grad graph would run as it stands; see `optimize` for the arguments."""
+    settings = Settings(cluster=cluster, cost_model=cost_model)
+    _require_shapes(gm, None)
+    prices = settings.prices(device_type(gm.graph))
+    return simulate_schedule(read_graph(gm.graph, prices).program.schedule)
+
+
+def overlap_and_report(graph: fx.Graph, settings: Settings) -> Report:
+    """Run the post-grad pass on ``graph`` and say what it did."""
+    prices = settings.prices(device_type(graph))
+    outcome = overlap_graph(
+        graph, prices, settings.policy, memory_limit_bytes=settings.memory_limit_bytes
+    )
+    return _report(outcome, prices)
+
+
+def _report(outcome: Outcome, prices: PricedCluster) -> Report:
+    return Report(
+        before=outcome.before,
+        after=outcome.after,
+        lower_bound_us=outcome.bound.step_us,
+        plan=outcome.plan,
+        exposed=explain_exposed(outcome.schedule_after, outcome.after),
+        num_collectives_before=outcome.num_collectives_before,
+        num_collectives_after=outcome.num_collectives_after,
+        policy_chosen=outcome.plan.policy,
+        warnings=outcome.warnings,
+        fallbacks=dict(prices.fallbacks),
+    )
+
+
+def device_type(graph: fx.Graph) -> str:
+    """Device type of the first tensor of ``graph``; "cpu" if there is none."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def _require_shapes(gm: fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
+    """Infer shapes from ``example_inputs`` where the graph has none."""
+    missing = [n.name for n in gm.graph.nodes if n.op != "output" and "val" not in n.meta]
+    if not missing:
+        return
+    if example_inputs is None:
+        raise ValueError(
+            f"the graph has no shapes: meta['val'] is missing on {missing[:5]}; trace it with "
+            f"make_fx or AOTAutograd, or pass example_inputs="
+        )
+    FakeTensorProp(gm).propagate(*example_inputs)

@@ -1,0 +1,303 @@
+"""The plugin: our passes behind Inductor's hooks.
+
+The only module that touches ``torch._inductor.config``. Every key it sets is looked up first: one
+that is missing in this torch is an error, never a silent no-op. Passes that other libraries have
+put into a hook stay there and run before ours. The pass objects hold settings only; they deepcopy,
+pickle, and carry an identity that covers this package's source, torch's version, the settings, the
+prices and the placement of the process groups, so that compiled graphs are cached and found again.
+"""
+
+# torch types neither the hooks' configuration module nor the process group registry.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    CustomSchedulerPass,
+    get_custom_graph_passes,
+)
+from torch._logging._internal import trace_structured
+
+from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.pricing import CostModel
+from inductor_overlap.optimize import device_type, overlap_and_report
+from inductor_overlap.passes.parameter_names import stamp_parameter_names
+from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
+from inductor_overlap.passes.scheduler import overlap_snodes
+from inductor_overlap.report import Report
+from inductor_overlap.settings import Settings, Wrap
+
+log = logging.getLogger("inductor_overlap")
+
+_SCHEDULER_HOOK = "_post_fusion_custom_pass"
+_REPORTS: list[Report] = []
+
+
+class PluginError(RuntimeError):
+    """This torch lacks a hook that the plugin needs."""
+
+
+def options(
+    *,
+    wrap: Wrap = "auto",
+    cluster: str | Cluster | None = None,
+    cost_model: CostModel | None = None,
+    memory_limit_gb: float | None = None,
+    reshard_after_forward: bool = True,
+) -> dict[str, object]:
+    """Inductor options that switch the plugin on for one compile: ``torch.compile(options=...)``.
+
+    They hold for the backward graph too, which is compiled at the first backward call.
+
+    Args:
+        wrap: "auto" (the best of several bucketings in the simulator), "greedy" (SimpleFSDP's
+            auto-wrapping), "none" (only report), or a list of module FQN patterns such as
+            ``["tok_embeddings", "layers.*", ["norm", "output"]]``: one bucket per matched module,
+            one for each inner list.
+        cluster: a preset's name (see ``Cluster.presets()``) or a `Cluster`; None: by device type.
+        cost_model: your own `CostModel`, instead of a cluster.
+        memory_limit_gb: GiB for the live bytes of a graph (activations, gathered parameters,
+            gradients); None: the peak of the unscheduled graph plus 5 %.
+        reshard_after_forward: gather parameters again in backward instead of keeping them.
+
+    Raises:
+        ValueError: An argument is out of range or names nothing known.
+        PluginError: This torch lacks a hook.
+    """
+    settings = Settings(wrap, cluster, cost_model, memory_limit_gb, reshard_after_forward)
+    current = _current_config()
+    hooks: dict[str, CustomGraphPass] = {
+        "pre_grad_custom_pass": NameParameters(settings),
+        "joint_custom_post_pass": ReshardParameters(settings),
+        "post_grad_custom_post_pass": OverlapGraph(settings),
+    }
+    result: dict[str, object] = {key: [*_others(current[key]), ours] for key, ours in hooks.items()}
+    result[_SCHEDULER_HOOK] = OverlapScheduler(settings, _other_scheduler_pass(current))
+    result.update({key: False for key in _COMPETING_PASSES if key in current})
+    return result
+
+
+_COMPETING_PASSES = ("aten_distributed_optimizations.enable_simple_overlap",)
+"""Passes of newer torch versions that are on by default and would move what we have placed."""
+
+_KEYS = (
+    "pre_grad_custom_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_post_pass",
+    _SCHEDULER_HOOK,
+)
+
+_replaced: dict[str, object] = {}
+
+
+def enable(
+    *,
+    wrap: Wrap = "auto",
+    cluster: str | Cluster | None = None,
+    cost_model: CostModel | None = None,
+    memory_limit_gb: float | None = None,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Switch the plugin on for every compile of this process; arguments as for `options`.
+
+    Calling it again replaces the settings. Hooks of other libraries keep running.
+    """
+    disable()
+    chosen = options(
+        wrap=wrap,
+        cluster=cluster,
+        cost_model=cost_model,
+        memory_limit_gb=memory_limit_gb,
+        reshard_after_forward=reshard_after_forward,
+    )
+    current = _current_config()
+    _replaced.update({key: current[key] for key in chosen if key in _COMPETING_PASSES})
+    _set_config(chosen)
+
+
+def disable() -> None:
+    """Undo `enable`; hooks that others have added meanwhile stay."""
+    current = _current_config()
+    restored: dict[str, object] = dict(_replaced)
+    for key in _KEYS[:-1]:
+        others = _others(current[key])
+        if len(others) < len(get_custom_graph_passes(current[key])):
+            restored[key] = others or None
+    if isinstance(current[_SCHEDULER_HOOK], OverlapScheduler):
+        restored[_SCHEDULER_HOOK] = _other_scheduler_pass(current)
+    _replaced.clear()
+    _set_config(restored)
+
+
+def reports() -> list[Report]:
+    """What was done to each graph compiled by this process, in order.
+
+    A graph that Inductor's cache supplied was not compiled again, so it has no report here.
+    """
+    return list(_REPORTS)
+
+
+def inductor_overlap_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """``torch.compile(model, backend="inductor_overlap")``: Inductor with the plugin on.
+
+    Args:
+        gm: what Dynamo traced.
+        example_inputs: its inputs.
+        options: keyword arguments of `options`, such as ``{"wrap": "greedy"}``.
+        mode: Inductor's mode, as for ``torch.compile``.
+    """
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**list_mode_options(mode or "default"), **_options(**(options or {}))}
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+_options = options
+
+
+class _Identified:
+    """Identity of a pass for Inductor's caches."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def uuid(self) -> str | None:
+        settings = self.settings.uuid()
+        if settings is None:
+            log.warning(
+                "the cost model %r has no uuid(): compiled graphs are not cached; define "
+                "uuid() -> str, different for every change of its prices",
+                self.settings.cost_model,
+            )
+            return None
+        parts = (type(self).__name__, _source_digest(), torch.__version__, settings, _groups())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class NameParameters(_Identified, CustomGraphPass):
+    """Dynamo graph: remember which parameter each node serves."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        stamp_parameter_names(graph)
+
+
+class ReshardParameters(_Identified, CustomGraphPass):
+    """Joint graph: gather parameters again in backward, or keep them."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tag_gathers(graph, reshard=self.settings.reshard_after_forward)
+
+
+class OverlapGraph(_Identified, CustomGraphPass):
+    """Post-grad graph: bucket and reorder, and report."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        report = overlap_and_report(graph, self.settings)
+        if report.num_collectives_before == 0:
+            return
+        _REPORTS.append(report)
+        log.info("%s", report)
+        _trace("inductor_overlap_plan", report.plan.to_json)
+        _trace("inductor_overlap_report", report.to_json)
+
+
+class OverlapScheduler(_Identified, CustomSchedulerPass):
+    """Scheduler nodes after fusion: correct the order and pin it. Runs after ``earlier``."""
+
+    def __init__(
+        self, settings: Settings, earlier: Callable[[list[Any]], list[Any]] | None
+    ) -> None:
+        super().__init__(settings)
+        self.earlier = earlier
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        from torch._inductor.virtualized import V
+
+        if self.earlier is not None:
+            nodes = self.earlier(nodes)
+        graph = cast("fx.Graph", V.graph.graph)
+        return overlap_snodes(nodes, graph, self.settings.prices(device_type(graph)))
+
+    def uuid(self) -> str | None:
+        own = super().uuid()
+        if self.earlier is None or own is None:
+            return own
+        other = getattr(self.earlier, "uuid", lambda: None)()
+        return None if other is None else f"{own}:{other!r}"
+
+
+def _trace(name: str, payload: Callable[[], str]) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
+    )
+
+
+def _others(hook: Any) -> list[Any]:
+    return [item for item in get_custom_graph_passes(hook) if not isinstance(item, _Identified)]
+
+
+def _other_scheduler_pass(current: Mapping[str, Any]) -> Callable[[list[Any]], list[Any]] | None:
+    hook = current[_SCHEDULER_HOOK]
+    return hook.earlier if isinstance(hook, OverlapScheduler) else hook
+
+
+def _current_config() -> dict[str, Any]:
+    from torch._inductor import config
+
+    current = config.get_config_copy()
+    missing = [key for key in _KEYS if key not in current]
+    if missing:
+        raise PluginError(
+            f"torch {torch.__version__} has no Inductor option {', '.join(missing)}, which "
+            f"inductor_overlap needs; it supports torch 2.13 and 2.14"
+        )
+    return current
+
+
+def _set_config(values: Mapping[str, object]) -> None:
+    from torch._inductor import config
+
+    for key, value in values.items():
+        setattr(config, key, value)
+
+
+@cache
+def _source_digest() -> str:
+    """Hash of this package's source: any change of ours misses the cache."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    folders = (root, root / "passes", root / "cost_model")
+    for path in sorted(file for folder in folders for file in folder.glob("*.py")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _groups() -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every process group: its ranks counted from its first."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    names: Mapping[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_names
+    ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+    return [(name, tuple(rank - own[0] for rank in own)) for name, own in ranks.items() if own]

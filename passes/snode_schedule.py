@@ -1,0 +1,243 @@
+"""The adapter between Inductor's scheduler nodes (after fusion) and Schedules: ``read_snodes``.
+
+Each scheduler node is one task. Its collective, if it is one, is found through the FX node it was
+lowered from, so what is free to move and what it costs are decided once, on the FX graph. A kernel
+may move with a collective only if all it computes packs or unpacks for that collective; kernels
+fused with other work are fixed. Library kernels cost what their FX nodes cost, generated kernels
+the bytes that they read and write after fusion. Memory follows Inductor's own sizes.
+
+Reads ``torch._inductor.scheduler``, ``.memory`` and ``.utils``; never changes a scheduler node.
+"""
+
+# torch does not type Inductor's scheduler for users.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.fx as fx
+
+from inductor_overlap.cost_model.pricing import PricedCluster
+from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
+from inductor_overlap.passes.bucketing import bucket_members
+from inductor_overlap.passes.collectives import Collective, find_collectives
+from inductor_overlap.passes.program import FreeCollective, Program
+from inductor_overlap.passes.storages import is_backward
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+@dataclass(frozen=True)
+class SnodeProgram:
+    """A program and the scheduler nodes it was read from."""
+
+    program: Program
+    snodes: Mapping[str, BaseSchedulerNode]
+
+
+def read_snodes(
+    snodes: Sequence[BaseSchedulerNode], graph: fx.Graph, prices: PricedCluster
+) -> SnodeProgram:
+    """The program of fused scheduler nodes, in their order.
+
+    Args:
+        snodes: as given to ``_post_fusion_custom_pass``.
+        graph: the post-grad FX graph they were lowered from.
+        prices: what ops and collectives cost.
+    """
+    return _Reader(snodes, graph, prices).read()
+
+
+class _Reader:
+    def __init__(
+        self, snodes: Sequence[BaseSchedulerNode], graph: fx.Graph, prices: PricedCluster
+    ) -> None:
+        self.snodes = {snode.get_name(): snode for snode in snodes}
+        self.prices = prices
+        self.graph = graph
+        self.scheduler = snodes[0].scheduler
+        self.collectives = {c.start: c for c in find_collectives(graph)}
+        self.waits = {c.waits[0]: c for c in self.collectives.values() if c.waits}
+        self.producer = {
+            buffer: name
+            for name, snode in self.snodes.items()
+            for buffer in snode.get_buffer_names()
+        }
+        self.starts: dict[str, Collective] = {}
+        self.wait_of: dict[str, Collective] = {}
+        self._find_collectives()
+        self.sizes = self._sizes()
+        self.roots = self._storage_roots()
+
+    def read(self) -> SnodeProgram:
+        tasks = [self._task(name, snode) for name, snode in self.snodes.items()]
+        start_names = {c.name: name for name, c in self.starts.items()}
+        wait_names = {c.name: name for name, c in self.wait_of.items()}
+        free = [
+            _neutral(c, start_names[c.name], wait_names[c.name])
+            for c in self.collectives.values()
+            if c.free and c.name in start_names and c.name in wait_names
+        ]
+        program = Program(
+            schedule=Schedule(
+                tasks=tuple(tasks),
+                buffers=self._buffers(tasks),
+                machine=self.prices.machine(
+                    {c.group_name: c.ranks for c in self.collectives.values()}
+                ),
+            ),
+            collectives=tuple(free),
+            movable=self._movable(free),
+            prices=self.prices,
+            num_collectives=len(self.starts),
+        )
+        return SnodeProgram(program, self.snodes)
+
+    def _find_collectives(self) -> None:
+        from torch._inductor.utils import contains_collective, contains_wait
+
+        for name, snode in self.snodes.items():
+            origins = _origins(snode)
+            if contains_wait(snode):
+                found = [self.waits[node] for node in origins if node in self.waits]
+                if found:
+                    self.wait_of[name] = found[0]
+            elif contains_collective(snode):
+                found = [self.collectives[node] for node in origins if node in self.collectives]
+                if found:
+                    self.starts[name] = found[0]
+
+    def _sizes(self) -> dict[str, int]:
+        from torch._inductor.memory import compute_size_for_scheduler_buffer
+
+        sizes = compute_size_for_scheduler_buffer(self.scheduler.name_to_buf)
+        return {name: max(pair) for name, pair in sizes.items()}
+
+    def _storage_roots(self) -> dict[str, str]:
+        """Buffer -> the buffer whose memory it is: mutations rename, aliases share."""
+        roots: dict[str, str] = dict(self.scheduler.mutation_real_name)
+        for snode in self.snodes.values():
+            for buffer in snode.get_outputs():
+                aliases = [*buffer.get_aliases(), *buffer.get_mutations()]
+                if aliases:
+                    roots.setdefault(buffer.get_name(), aliases[0])
+        return roots
+
+    def _root(self, buffer: str) -> str:
+        seen: set[str] = set()
+        while buffer in self.roots and buffer not in seen:
+            seen.add(buffer)
+            buffer = self.roots[buffer]
+        return buffer
+
+    def _task(self, name: str, snode: BaseSchedulerNode) -> Task:
+        names = [dep.name for dep in snode.unmet_dependencies]
+        deps = [self.producer[buffer] for buffer in names if buffer in self.producer]
+        deps = list(dict.fromkeys(dep for dep in deps if dep != name))
+        data = [dep.name for dep in snode.read_writes.reads if not getattr(dep, "is_fake", False)]
+        reads = list(dict.fromkeys(self._root(buffer) for buffer in data))
+        writes = [b for b in snode.get_buffer_names() if self._root(b) == b and self.sizes.get(b)]
+        reads = [b for b in reads if b not in writes and (b in self.producer or self._dies(b))]
+        common: dict[str, Any] = {
+            "deps": tuple(deps),
+            "reads": tuple(reads),
+            "writes": tuple(writes),
+        }
+        start, wait = self.starts.get(name), self.wait_of.get(name)
+        if start is not None:
+            return self._start(name, start, common)
+        if wait is not None and any(c is wait for c in self.starts.values()):
+            begun = next(start for start, c in self.starts.items() if c is wait)
+            return Task(name, "wait", collective=begun, **common)
+        return Task(name, duration_us=self._compute_us(snode), **common)
+
+    def _start(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
+        duration_us = self.prices.collective_us(
+            collective.kind, collective.size_bytes, collective.ranks
+        )
+        if collective not in self.wait_of.values():
+            return Task(name, duration_us=duration_us, **common)
+        queue = collective.group_name
+        return Task(name, "start", duration_us=duration_us, queue=queue, **common)
+
+    def _compute_us(self, snode: BaseSchedulerNode) -> float:
+        if snode.is_extern() or snode.is_template():
+            return sum(self.prices.compute_us(node) for node in _origins(snode))
+        return self.prices.copy_us(int(snode.get_read_write_buffers_sizes()) // 2)
+
+    def _dies(self, buffer: str) -> bool:
+        """True for graph inputs that a compiled backward frees: all but parameters."""
+        return self._is_backward and not buffer.startswith("primals_")
+
+    @property
+    def _is_backward(self) -> bool:
+        return is_backward(self.graph)
+
+    def _buffers(self, tasks: Iterable[Task]) -> dict[str, Buffer]:
+        from torch._inductor.virtualized import V
+
+        outputs = {self._root(name) for name in V.graph.get_output_names()}
+        buffers: dict[str, Buffer] = {}
+        for task in tasks:
+            for name in task.writes:
+                buffers[name] = Buffer(name, self.sizes[name], is_output=name in outputs)
+            for name in task.reads:
+                if name not in self.producer and name not in buffers:
+                    buffers[name] = Buffer(name, _input_bytes(name), is_input=True)
+        return buffers
+
+    def _movable(self, free: Iterable[FreeCollective]) -> frozenset[str]:
+        movable = {name for c in free for name in (c.name, c.wait)}
+        serving: set[fx.Node] = set()
+        for c in self.collectives.values():
+            if c.free:
+                serving |= {c.start, *c.waits, *c.head, *c.pack, *c.unpack, *c.tail}
+        for name, snode in self.snodes.items():
+            origins = _origins(snode)
+            if origins and origins <= serving:
+                movable.add(name)
+        return frozenset(movable)
+
+
+def _origins(snode: BaseSchedulerNode) -> set[fx.Node]:
+    """The FX nodes that a scheduler node was lowered from."""
+    found: set[fx.Node] = set()
+    for part in snode.get_nodes():
+        if part.node is not None:
+            found |= set(part.node.get_origins())
+    return found
+
+
+def _input_bytes(name: str) -> int:
+    """Bytes of a graph input; 0 for one that is no tensor."""
+    from torch._inductor.virtualized import V
+
+    value: Any = V.graph.graph_inputs.get(name)
+    if not hasattr(value, "get_numel"):
+        return 0
+    numel = V.graph.sizevars.optimization_hint(value.get_numel(), fallback=0)
+    return int(numel) * value.get_dtype().itemsize
+
+
+def _neutral(collective: Collective, start: str, wait: str) -> FreeCollective:
+    return FreeCollective(
+        name=start,
+        wait=wait,
+        kind=collective.kind,
+        bucket_key=collective.bucket_key,
+        size_bytes=collective.size_bytes,
+        input_bytes=collective.input_bytes,
+        output_bytes=collective.output_bytes,
+        ranks=collective.ranks,
+        fqn=collective.fqn,
+        module=collective.module,
+        input_position=collective.input_position,
+        can_merge=False,
+        follows=collective.follows,
+        members=bucket_members(collective.start),
+    )
