@@ -139,7 +139,7 @@ def _one_machine_certificate(machine: str, jobs: Sequence[Job], critical: Job) -
         reverse=True,
     )
     sums_us = list(accumulate(job.work_us for job in late))
-    last = max(range(len(late)), key=lambda index: late[index].head_us + sums_us[index])
+    last = max(range(len(late)), key=lambda index: (late[index].head_us + sums_us[index], index))
     return (
         f"{last + 1} of {len(jobs)} jobs of {machine} need {sums_us[last]:.6g} us, none can begin "
         f"before {late[last].head_us:.6g} us, and at least {critical.tail_us:.6g} us follow each"

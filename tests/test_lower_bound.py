@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from support.schedules import Shape, compute, schedule, schedules, start, wait
 from support.tiny_schedules import tiny_schedule
 
 from inductor_overlap.cost_model.lower_bound import LowerBound, lower_bound
-from inductor_overlap.cost_model.schedule import Schedule
+from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.simulate import simulate
 
 pytestmark = pytest.mark.quick
@@ -73,6 +74,40 @@ def test_flow_shop_beats_the_single_machines() -> None:
     )
 
 
+def test_flow_shop_pays_one_latency() -> None:
+    # As above with a latency of 2 between compute and the last reduction's bytes.
+    tasks = [
+        task
+        for name, us in (("a", 1), ("b", 1), ("c", 3))
+        for task in (
+            compute(name, us),
+            start(f"rs_{name}", us + 2, name, wire_us=us),
+            wait(f"rs_{name}"),
+        )
+    ]
+    assert lower_bound(schedule(*tasks)).relaxations["flow shop"] == 10
+
+
+def test_flow_shop_charges_a_chain_to_its_end() -> None:
+    # Chain c0-c1-c2 of 1 each; weight gradients w1 of 1 behind c0 and w2 of 2 behind c1. w2 has the
+    # deepest reduction, so c0 and c1 are charged to it: jobs (4, 3) (1, 1) (1, 1), Johnson: 6 of
+    # compute, then 3. That is the optimum: c0 c1 w2 by 4, its reduction by 7, two more by 9.
+    # Charged to the nearest, c0 belongs to w1 and c1 to c2, and nothing exceeds 6 + 1.
+    case = schedule(
+        compute("c0", 1),
+        *_reduced("w1", 1, 1, "c0"),
+        compute("c1", 1, "c0"),
+        *_reduced("w2", 2, 3, "c1"),
+        *_reduced("c2", 1, 1, "c1"),
+    )
+    assert lower_bound(case).step_us == least_step_us(case) == 9
+
+
+def _reduced(name: str, work_us: float, wire_us: float, *deps: str) -> list[Task]:
+    reduction = start(f"rs_{name}", wire_us, name)
+    return [compute(name, work_us, *deps), reduction, wait(reduction.name)]
+
+
 def test_flow_shop_of_gathers_runs_against_the_arrows() -> None:
     tasks = [
         task
@@ -119,6 +154,16 @@ def test_contention_spares_bytes_before_the_first_compute() -> None:
     assert lower_bound(case).step_us == simulate(case).step_us == 14
 
 
+def test_contention_takes_the_busiest_link_and_the_idle_time() -> None:
+    # Compute of 10 cannot begin before 4. Link p moves 4 + 3: the last 3 beside compute at rate
+    # 1/2, so 1.5 are lost. The 6 of link q run at the same time and do not add to that.
+    tasks = [start("s", 4, queue="p"), start("t", 6, queue="q"), start("u", 3, queue="p")]
+    a = compute("a", 10, "wait_s")
+    case = schedule(*tasks, wait("s"), a, wait("t"), wait("u"), contention=2)
+    assert lower_bound(case).relaxations["contention"] == pytest.approx(15.5)
+    assert simulate(case).step_us == 15.5
+
+
 def test_launches_count_once_for_what_can_be_merged() -> None:
     # Compute 1 + 1; starts s and t merge into one launch, u (no latency) has its own.
     tasks = [start("s", 2, wire_us=1), start("t", 2, wire_us=1), start("u", 0)]
@@ -126,6 +171,9 @@ def test_launches_count_once_for_what_can_be_merged() -> None:
         schedule(*tasks, compute("a", 1), *(wait(task.name) for task in tasks), launch_us=1)
     )
     assert bound.relaxations["compute"] == 4
+    apart = [replace(task, bucket_key=(task.name,)) for task in tasks]
+    bound = lower_bound(schedule(*apart, *map(wait, "stu"), launch_us=1))
+    assert bound.relaxations["compute"] == 3
 
 
 def test_shared_link_adds_up_bytes() -> None:
