@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._ops import OpOverload
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
 
@@ -218,6 +219,8 @@ class _Merger:
         like = self.members[0].start.meta
         node.meta.update({key: like[key] for key in _INHERITED if key in like})
         node.meta.update({"val": value, BUCKET: self.name})
+        if isinstance(target, OpOverload):
+            node.meta["original_aten"] = target  # generated kernels are named after it
         self._written.append(node)
         return node
 
