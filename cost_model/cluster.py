@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -185,7 +186,7 @@ class Cluster:
     def uuid(self) -> str:
         """Digest of every number a price depends on: the cluster's part of a cache key."""
         content = {
-            "constants": self._constants,
+            "constants": dict(self.constants),
             "network": self.network,
             "gpus_per_node": self.gpus_per_node,
             "share_links": self.share_links,
@@ -195,21 +196,21 @@ class Cluster:
 
     @property
     def launch_us(self) -> float:
-        return self._constants["launch_us"]
+        return self.constants["launch_us"]
 
     @property
     def queue_width(self) -> int:
-        return int(self._constants["queue_width"])
+        return int(self.constants["queue_width"])
 
     @property
     def contention_factor(self) -> float:
         if self.contention is not None:
             return self.contention
-        return self._constants["contention"]
+        return self.constants["contention"]
 
     @cached_property
     def compute_constants(self) -> ComputeConstants:
-        table = self._constants
+        table = self.constants
         return ComputeConstants(**{f.name: table[f.name] for f in fields(ComputeConstants)})
 
     def link_constants(self, num_nodes: int, ranks_per_node: int) -> LinkConstants:
@@ -221,7 +222,7 @@ class Cluster:
         ranks = num_nodes * ranks_per_node
         if self.network is None:
             return 1, ranks
-        nodes_per_domain = max(1, int(self._constants["nvlink_domain"]) // self.gpus_per_node)
+        nodes_per_domain = max(1, int(self.constants["nvlink_domain"]) // self.gpus_per_node)
         domains = -(-num_nodes // nodes_per_domain)
         return domains, -(-ranks // domains)
 
@@ -232,14 +233,19 @@ class Cluster:
         return _device_table(self.gpu) | network
 
     @cached_property
-    def _constants(self) -> dict[str, float]:
-        """The same after the overrides."""
-        return self._profiled | dict(self.overrides)
+    def constants(self) -> Mapping[str, float]:
+        """Every number a price depends on, by the name it has in the profiles."""
+        return MappingProxyType(self._profiled | dict(self.overrides))
+
+    @property
+    def fabric(self) -> str | None:
+        """The table of ``profiles/fabrics.toml`` that the network's constants are from."""
+        return None if self.network is None else _fabric_name(self.network)
 
 
 @cache
 def _link_constants(cluster: Cluster, num_nodes: int, ranks_per_node: int) -> LinkConstants:
-    table = cluster._constants  # pyright: ignore[reportPrivateUsage]
+    table = cluster.constants
     peak_gb_per_s = table["local_gb_per_s"]
     ring_gb_per_s = peak_gb_per_s * table["local_efficiency"]
     derived = {
@@ -281,25 +287,35 @@ def _device_table(gpu: str) -> dict[str, float]:
     return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
 
 
-@cache
-def _parse_network(network: str) -> dict[str, float]:
+def _match_network(network: str) -> re.Match[str]:
     match = _NETWORK.match(network)
     if match is None:
         raise ValueError(
             f"network {network!r} is not spelled <fabric>-<Gbit/s per NIC>x<NICs per node>, "
             'as in "ib-ndr-400x8"; use None for a single node'
         )
-    fabrics = _profile("fabrics")
+    return match
+
+
+def _fabric_name(network: str) -> str:
+    """The longest name of a fabric that ``network`` begins with."""
+    match = _match_network(network)
     spelled = match["fabric"].split("/")[0]
-    whole = f"{spelled}-{match['rate']}x{match['nics']}"
-    matches = [name for name in fabrics if f"{whole}-".startswith(f"{name}-")]
-    name = max(matches, key=len, default=None)
-    if name is None:
-        raise ValueError(_unknown("fabric", spelled, fabrics))
+    whole = f"{spelled}-{match['rate']}x{match['nics']}-"
+    matches = [name for name in _profile("fabrics") if whole.startswith(f"{name}-")]
+    if not matches:
+        raise ValueError(_unknown("fabric", spelled, _profile("fabrics")))
+    return max(matches, key=len)
+
+
+@cache
+def _parse_network(network: str) -> dict[str, float]:
+    match = _match_network(network)
+    constants: dict[str, float] = _profile("fabrics")[_fabric_name(network)]
     own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
     if min(own.values()) <= 0:
         raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
-    return cast("dict[str, float]", fabrics[name] | own)
+    return constants | own
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
