@@ -14,9 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
+from inductor_overlap.simple_fsdp import simple_fsdp
 
 VOCAB_SIZE = 66
 SEQ = 8
@@ -57,6 +65,38 @@ def tiny_llama(num_heads: int = 4, dim: int = 32) -> Llama3:
     model = Llama3(config)
     model.init_weights()
     return model
+
+
+def parallelize_llama(model: Llama3, tp_mesh: DeviceMesh) -> Llama3:
+    """Tensor and sequence parallelism, the plan torchtitan uses for Llama 3."""
+    whole, cut = Replicate(), Shard(1)
+    parallelize_module(
+        model,
+        tp_mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=cut),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.attention": PrepareModuleInput(
+                input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            "layers.*.attention.w[qkv]": ColwiseParallel(),
+            "layers.*.attention.wo": RowwiseParallel(output_layouts=cut),
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=(cut,), desired_input_layouts=(whole,)
+            ),
+            "layers.*.feed_forward.w[13]": ColwiseParallel(),
+            "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=cut),
+        },
+    )
+    return model
+
+
+def shard_llama_2d(model: Llama3, mesh: DeviceMesh, mode: str = "fully_shard") -> Llama3:
+    """Tensor parallelism on dimension "tp" of `mesh`, ours on "dp"."""
+    return simple_fsdp(parallelize_llama(model, mesh["tp"]), mesh["dp"], mode=mode)
 
 
 def full(tensor: Tensor) -> Tensor:

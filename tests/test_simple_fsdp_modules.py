@@ -1,0 +1,293 @@
+"""What `simple_fsdp` leaves as it was in a module, and what it refuses; on a fake group."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.ranks import fake_process_group
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import (
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
+)
+
+from inductor_overlap.models.llama3 import Llama3, Llama3Config
+from inductor_overlap.simple_fsdp import (
+    MixedPrecisionPolicy,
+    accumulate_gradients,
+    initializing,
+    simple_fsdp,
+)
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_process_group(4):
+        yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+
+
+@pytest.fixture
+def mesh_2d() -> Iterator[DeviceMesh]:
+    with fake_process_group(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def shard_of(module: nn.Module, name: str = "weight") -> DTensor:
+    parameter = dict(module.named_parameters(recurse=False))[name]
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def test_names_classes_and_repr_stay(mesh: DeviceMesh) -> None:
+    config = Llama3Config(num_layers=1)
+    plain, sharded = Llama3(config), simple_fsdp(Llama3(config), mesh)
+    assert list(sharded.state_dict()) == list(plain.state_dict())
+    assert repr(sharded) == repr(plain)
+    assert isinstance(sharded.output, nn.Linear)
+    assert type(sharded.output).__qualname__ == "Linear"
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    assert all(isinstance(v, DTensor) for v in sharded.state_dict().values())
+
+
+def test_reading_gives_a_full_plain_tensor_and_parameters_stay_shards(mesh: DeviceMesh) -> None:
+    linear = simple_fsdp(nn.Linear(3, 8), mesh)
+    assert type(linear.weight) is Tensor and linear.weight.shape == (8, 3)
+    assert shard_of(linear).to_local().shape == (2, 3)
+    assert shard_of(linear).placements == (Shard(0),)
+
+
+def test_buffers_attributes_and_requires_grad_stay(mesh: DeviceMesh) -> None:
+    norm = nn.BatchNorm1d(8)
+    norm.weight.requires_grad_(False)
+    norm.bias.is_norm = True  # pyright: ignore[reportAttributeAccessIssue]
+    simple_fsdp(norm, mesh)
+    assert not isinstance(norm.running_mean, DTensor)
+    assert not shard_of(norm).requires_grad and shard_of(norm, "bias").requires_grad
+    assert shard_of(norm, "bias").is_norm  # pyright: ignore[reportAttributeAccessIssue]
+    assert not norm.weight.requires_grad and norm.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard_dim", "placement"),
+    [
+        ((8, 4), 0, Shard(0)),
+        ((8, 4), 1, Shard(1)),
+        ((8, 4), -1, Shard(1)),
+        ((8,), 1, Shard(0)),
+        ((8, 4, 2), -3, Shard(0)),
+        ((8,), -2, Shard(0)),
+        ((), 0, Replicate()),
+    ],
+)
+def test_which_dimension_is_cut(
+    mesh: DeviceMesh, shape: tuple[int, ...], shard_dim: int, placement: Shard
+) -> None:
+    module = nn.ParameterDict({"p": torch.zeros(shape), "large": torch.zeros(4, 4, 4)})
+    simple_fsdp(module, mesh, shard_dim=shard_dim)
+    assert shard_of(module, "p").placements == (placement,)
+    assert module["p"].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("mode", "placements"),
+    [("hybrid_shard", (Replicate(), Shard(0))), ("replicate", (Replicate(), Replicate()))],
+)
+def test_modes_on_two_dimensions(
+    mesh_2d: DeviceMesh, mode: str, placements: tuple[Shard, ...]
+) -> None:
+    assert shard_of(simple_fsdp(nn.Linear(3, 8), mesh_2d, mode=mode)).placements == placements
+
+
+def test_existing_cuts_stay_inner_most(mesh_2d: DeviceMesh) -> None:
+    module = nn.ParameterDict(
+        {
+            "rows": distribute_tensor(torch.zeros(8, 8), mesh_2d["tp"], [Shard(0)]),
+            "columns": distribute_tensor(torch.zeros(8, 8), mesh_2d["tp"], [Shard(1)]),
+            "plain": torch.zeros(8, 8),
+        }
+    )
+    simple_fsdp(module, mesh_2d["dp"])
+    rows = shard_of(module, "rows")
+    assert rows.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    assert rows.shape == (8, 8) and rows.to_local().shape == (2, 8)
+    assert shard_of(module, "columns").placements == (Shard(0), Shard(1))
+    assert shard_of(module, "plain").placements == (Shard(0),)
+    assert module["rows"].device_mesh == mesh_2d["tp"] and module["rows"].placements == (Shard(0),)
+
+
+def test_parameters_held_by_containers_are_read_full(mesh: DeviceMesh) -> None:
+    parameters = nn.ParameterList([torch.zeros(8), torch.zeros(6)])
+    simple_fsdp(parameters, mesh)
+    assert [tuple(p.shape) for p in parameters] == [(8,), (6,)]
+    assert shard_of(parameters, "1").to_local().shape == (2,)
+
+
+def test_tied_parameters_stay_tied(mesh: DeviceMesh) -> None:
+    model = simple_fsdp(Tied(), mesh)
+    assert shard_of(model.head) is shard_of(model.embedding)
+    assert len(list(model.parameters())) == 1
+    model(torch.tensor([1])).sum().backward()
+    assert shard_of(model.head).grad is not None
+
+
+def test_a_tied_parameter_is_not_held_full_after_a_forward_that_raises(mesh: DeviceMesh) -> None:
+    model = simple_fsdp(Tied(), mesh)
+    with pytest.raises(IndexError):
+        model(torch.tensor([99]))
+    assert all(place.full is None for _, _, place in vars(model)["_shared_places"])
+
+
+def test_models_of_one_class_keep_their_own_meshes_and_modes(mesh_2d: DeviceMesh) -> None:
+    first = simple_fsdp(nn.Linear(3, 8), mesh_2d["dp"])
+    second = simple_fsdp(nn.Linear(3, 8), mesh_2d["tp"], mode="replicate")
+    untouched = nn.Linear(3, 8)
+    assert shard_of(first).to_local().shape == (4, 3)
+    assert shard_of(second).to_local().shape == (8, 3)
+    assert first.weight.shape == second.weight.shape == (8, 3)
+    assert type(untouched) is nn.Linear and type(untouched.weight) is nn.Parameter
+
+
+def test_blocks_sharded_alike_share_one_class(mesh: DeviceMesh) -> None:
+    model = simple_fsdp(Llama3(Llama3Config(num_layers=2)), mesh)
+    first, second = model.layers
+    for a, b in zip(first.modules(), second.modules(), strict=True):
+        assert type(a) is type(b)
+
+
+def test_copies_and_pickles_are_sharded_models_of_their_own(mesh: DeviceMesh) -> None:
+    model = simple_fsdp(Tied(), mesh)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+    ):
+        assert type(other) is type(model)
+        assert shard_of(other.head) is shard_of(other.embedding) is not shard_of(model.head)
+        assert torch.equal(shard_of(other.head).to_local(), shard_of(model.head).to_local())
+        assert shard_of(other.head).device_mesh == mesh
+        other(torch.tensor([1])).sum().backward()
+        assert shard_of(model.head).grad is None
+
+
+def test_a_replaced_parameter_is_read_as_it_is(mesh: DeviceMesh) -> None:
+    linear = simple_fsdp(nn.Linear(3, 8, bias=False), mesh)
+    linear.weight = nn.Parameter(torch.ones(2, 3))
+    assert torch.equal(linear.weight, torch.ones(2, 3))
+    del linear.weight
+    assert not hasattr(linear, "weight")
+
+
+def test_the_wire_dtype_and_its_overrides(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16,
+        overrides={
+            "*norm*": MixedPrecisionPolicy(),
+            "layers.0.attention": MixedPrecisionPolicy(torch.float16),
+        },
+    )
+    model = simple_fsdp(Llama3(Llama3Config(num_layers=1)), mesh, mp_policy=policy)
+    dtypes = {
+        name: read.weight.dtype for name, read in model.named_modules() if "weight" in dir(read)
+    }
+    assert dtypes["output"] == torch.bfloat16
+    assert dtypes["layers.0.attention_norm"] == dtypes["norm"] == torch.float32
+    assert dtypes["layers.0.attention.wq"] == torch.float16
+    assert shard_of(model.output).dtype == torch.float32
+
+
+def test_initialising_reads_the_shards(mesh: DeviceMesh) -> None:
+    linear = simple_fsdp(nn.Linear(3, 8), mesh)
+    with initializing(linear):
+        nn.init.constant_(linear.weight, 5.0)
+    assert torch.equal(shard_of(linear).to_local(), torch.full((2, 3), 5.0))
+    assert type(linear.weight) is Tensor
+
+
+def refused(message: str, module: nn.Module, mesh: DeviceMesh, **options: object) -> None:
+    with pytest.raises(ValueError, match=message):
+        simple_fsdp(module, mesh, **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_user_mistakes_name_what_was_expected_what_came_and_the_remedy(mesh: DeviceMesh) -> None:
+    linear = nn.Linear(3, 8)
+    refused("unknown mode 'zero3': choose one of 'fully_shard', 'hy", linear, mesh, mode="zero3")
+    refused(
+        r"'hybrid_shard' needs a mesh of 2 dimensions, got one of 1 with shape \(4,\): build one",
+        linear,
+        mesh,
+        mode="hybrid_shard",
+    )
+    refused(r"shard_dim must lie in \[-2, 1\], .*got 2", linear, mesh, shard_dim=2)
+    refused(
+        r"overrides\['nrom'\] matches no parameter: .*nearest are",
+        linear,
+        mesh,
+        mp_policy=MixedPrecisionPolicy(overrides={"nrom": MixedPrecisionPolicy()}),
+    )
+    refused(
+        r"module '0' \(GRU\) keeps its parameters in the plain attribute '_flat_weights'",
+        nn.Sequential(nn.GRU(2, 2)),
+        mesh,
+    )
+    assert type(linear.weight) is nn.Parameter, "a refused module is left alone"
+    simple_fsdp(linear, mesh)
+    refused("applied to '0' before: apply it once", nn.Sequential(linear), mesh)
+
+
+def test_meshes_that_do_not_fit_are_refused(mesh_2d: DeviceMesh) -> None:
+    refused(
+        r"'fully_shard' needs .* of 1 dimension, got one of 2.*mesh\[\"dp\"\]",
+        nn.Linear(2, 2),
+        mesh_2d,
+    )
+    sharded = nn.ParameterDict({"p": distribute_tensor(torch.zeros(4), mesh_2d["dp"], [Shard(0)])})
+    refused(r"'p' is a DTensor on mesh .* which cannot be joined", sharded, mesh_2d["dp"])
+    cuda = DeviceMesh("cuda", torch.arange(4), _init_backend=False)
+    refused(r"'weight' is on 'cpu', the mesh on 'cuda': move the model with", nn.Linear(2, 2), cuda)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.float8_e4m3fn, "float8 needs scales"),
+        (torch.int32, "one of torch.float64"),
+        ("bf16", "got 'bf16'"),
+    ],
+)
+def test_dtypes_a_cast_does_not_serve_are_refused(dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecisionPolicy(param_dtype=dtype)
+
+
+def test_accumulation_needs_a_sharded_model_and_does_not_nest(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="call simple_fsdp"), accumulate_gradients(nn.Linear(2, 2)):
+        pass
+    model = simple_fsdp(nn.Linear(3, 8), mesh)
+    with accumulate_gradients(model):
+        with pytest.raises(ValueError, match="do not nest"), accumulate_gradients(model):
+            pass
+        model(torch.ones(1, 3)).sum().backward()
+        assert shard_of(model).grad is None
+    assert shard_of(model).grad is not None
