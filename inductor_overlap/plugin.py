@@ -33,6 +33,7 @@ from torch._logging._internal import trace_structured
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel
 from inductor_overlap.optimize import device_type, overlap_and_report
+from inductor_overlap.passes.auto_wrap import NoWrap
 from inductor_overlap.passes.parameter_names import stamp_parameter_names
 from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
 from inductor_overlap.passes.scheduler import overlap_snodes
@@ -234,6 +235,8 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
 
         if self.earlier is not None:
             nodes = self.earlier(nodes)
+        if isinstance(self.settings.policy, NoWrap):
+            return nodes
         graph = cast("fx.Graph", V.graph.graph)
         return overlap_snodes(nodes, graph, self.settings.prices(device_type(graph)))
 
