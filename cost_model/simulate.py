@@ -55,7 +55,8 @@ class Timeline:
         communication_us: sum of the durations of all collectives, as if each had its link alone.
         exposed_us: sum of the stalls of compute in waits.
         peak_bytes: the most live bytes during any task.
-        spans: in program order.
+        spans: in program order, so that a collective is enqueued when the span before it on the
+            compute queue ends.
         exposed_by: collective (name of its start) -> stall of its wait; stalls of 0 are left out.
         peak_task: the first task during which ``peak_bytes`` are live; empty if there is no task.
     """
@@ -147,9 +148,9 @@ class _Replay:
         self._network.advance_to(self.now_us)
         transfer = self._network.enqueue(task, position, self.now_us)
         self._unwaited[task.name] = transfer
+        self._trace.append(transfer)
         if self._launch_us > 0.0:
             self._occupy(task, self._launch_us)
-        self._trace.append(transfer)
 
     def _wait(self, task: Task) -> None:
         transfer = self._unwaited.pop(task.collective, None)
