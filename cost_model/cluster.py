@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -235,7 +234,7 @@ class Cluster:
     @cached_property
     def constants(self) -> Mapping[str, float]:
         """Every number a price depends on, by the name it has in the profiles."""
-        return MappingProxyType(self._profiled | dict(self.overrides))
+        return self._profiled | dict(self.overrides)
 
     @property
     def fabric(self) -> str | None:

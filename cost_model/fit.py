@@ -128,5 +128,5 @@ class _Problem:
 def _damped_step(jacobian: torch.Tensor, residual: torch.Tensor, damping: float) -> torch.Tensor:
     normal = jacobian.T @ jacobian
     diagonal = torch.diag(normal.diagonal() * damping + 1e-12)
-    solve = cast("Callable[[torch.Tensor, torch.Tensor], torch.Tensor]", torch.linalg.solve)
+    solve = cast("Callable[[torch.Tensor, torch.Tensor], torch.Tensor]", torch.linalg.solve)  # pyright: ignore[reportUnknownMemberType]
     return solve(normal + diagonal, -(jacobian.T @ residual))
