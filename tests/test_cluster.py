@@ -39,9 +39,7 @@ def test_node_bandwidth_follows_the_nics_in_use() -> None:
     assert one == pytest.approx(50 * H100.constants["efficiency"])
     # 32 NICs of 12.5 GB/s: a GPU has four.
     efa = Cluster.preset("h100-efa")
-    assert efa.link_constants(2, 1).node_gb_per_s == pytest.approx(
-        50 * efa.constants["efficiency"]
-    )
+    assert efa.link_constants(2, 1).node_gb_per_s == pytest.approx(50 * efa.constants["efficiency"])
     # Two NICs for four GPUs: one GPU alone still has a whole one.
     polaris = Cluster("a100", "slingshot11-200x2", gpus_per_node=4)
     assert polaris.link_constants(2, 1).node_gb_per_s == pytest.approx(
@@ -88,7 +86,7 @@ def test_networks_are_spelled_like_the_public_logs() -> None:
 
 
 def test_mistakes_name_the_near_misses() -> None:
-    with pytest.raises(ValueError, match=r"unknown cluster preset 'h100-ibb'; did you mean h100-ib"):
+    with pytest.raises(ValueError, match=r"cluster preset 'h100-ibb'; did you mean h100-ib"):
         Cluster.preset("h100-ibb")
     with pytest.raises(ValueError, match=r"unknown gpu 'h10'; did you mean .*h100"):
         Cluster("h10")
@@ -113,7 +111,7 @@ def test_overrides_replace_constants() -> None:
 
 def test_identity_covers_every_number() -> None:
     same = Cluster("h100", "ib-ndr-400x8")
-    assert H100 == same
+    assert same == H100
     assert hash(H100) == hash(same)
     assert H100.uuid() == same.uuid()
     others = [

@@ -129,7 +129,7 @@ def test_one_rank_costs_nothing() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown collective kind 'broadcast'.*all_to_all"):
+    with pytest.raises(ValueError, match=r"unknown collective kind 'broadcast'.*all_to_all"):
         collective_us("broadcast", 1, 1, 2, PLAIN)
     with pytest.raises(ValueError, match="num_nodes=0"):
         collective_us("all_gather", 1, 0, 2, PLAIN)
@@ -176,9 +176,7 @@ def test_one_bucket_never_costs_more_than_its_parts(
     cluster: Cluster, kind: str, num_nodes: int, ranks_per_node: int, parts: list[int]
 ) -> None:
     def time(size: int) -> float:
-        return cluster.collective_us(
-            kind, size, num_nodes=num_nodes, ranks_per_node=ranks_per_node
-        )
+        return cluster.collective_us(kind, size, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
 
     assert time(sum(parts)) <= sum(map(time, parts)) * (1 + 1e-9)
 
