@@ -1,7 +1,8 @@
 """Choose among plans by simulation: the portfolio behind every ``wrap=`` setting.
 
 A policy proposes bucketings; each is ordered in several ways, simulated, and its memory replayed.
-What does not fit the limit is dropped; the fastest of the rest is proposed first, ties go to the
+Buckets whose buffers do not fit lose their largest members; what still does not fit the limit is
+dropped; the fastest of the rest is proposed first, ties go to the
 lower peak. The unchanged input order is always among the candidates, so that no plan is worse than
 it. `AutoWrap` proposes no buckets, one bucket per repeated block, and greedy wrapping.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from inductor_overlap.cost_model.memory import buffer_lifetimes
 from inductor_overlap.cost_model.simulate import Timeline, simulate
 from inductor_overlap.passes.bucket_schedule import bucket_program
 from inductor_overlap.passes.greedy_wrap import GreedyWrap
@@ -24,6 +26,7 @@ from inductor_overlap.passes.reorder import order_one_ahead
 
 INPUT_ORDER = "input order"
 _SHRINK_ATTEMPTS = 4
+_MAX_LEFT_OUT = 8
 
 
 class MemoryLimitError(ValueError):
@@ -45,11 +48,20 @@ Policy = AutoWrap | GreedyWrap | ManualWrap | NoWrap
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, the program it leads to and how that runs."""
+    """A plan, the program it leads to, how that runs, and what had to be left out of it."""
 
     plan: Plan
     program: Program
     timeline: Timeline
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Plans worth carrying out, best first, the input order last; and why others are not."""
+
+    choices: tuple[Choice, ...]
+    refused: tuple[str, ...]
 
 
 def parse_wrap(wrap: object) -> Policy:
@@ -72,10 +84,8 @@ def parse_wrap(wrap: object) -> Policy:
 
 def rank_choices(
     program: Program, policy: Policy, *, memory_limit_bytes: float, is_backward: bool = False
-) -> list[Choice]:
+) -> Ranking:
     """The input order and what ``policy`` proposes, best first; all within the limit.
-
-    Candidates slower than the input order are left out, so it comes last.
 
     Raises:
         MemoryLimitError: Not even the input order fits.
@@ -83,13 +93,29 @@ def rank_choices(
     """
     unchanged = Choice(_plan(INPUT_ORDER, (), program), program, simulate(program.schedule))
     candidates = list(_candidates(program, policy, memory_limit_bytes, is_backward))
-    fitting = [c for c in (unchanged, *candidates) if c.timeline.peak_bytes <= memory_limit_bytes]
-    if not fitting:
-        raise _limit_error(memory_limit_bytes, [unchanged, *candidates])
-    if unchanged not in fitting:
-        return sorted(fitting, key=_merit)
+    fitting = [c for c in candidates if c.timeline.peak_bytes <= memory_limit_bytes]
+    if unchanged.timeline.peak_bytes > memory_limit_bytes:
+        if not fitting:
+            raise _limit_error(memory_limit_bytes, [unchanged, *candidates])
+        return Ranking(tuple(sorted(fitting, key=_merit)), ())
     better = [c for c in fitting if c.timeline.step_us < unchanged.timeline.step_us * (1 - 1e-9)]
-    return [*sorted(better, key=_merit), unchanged]
+    refused = (
+        () if better else tuple(_why_not(c, unchanged, memory_limit_bytes) for c in candidates)
+    )
+    return Ranking((*sorted(better, key=_merit), unchanged), refused)
+
+
+def _why_not(choice: Choice, unchanged: Choice, limit_bytes: float) -> str:
+    label, timeline = choice.plan.policy, choice.timeline
+    if timeline.peak_bytes > limit_bytes:
+        return (
+            f"plan {label!r} needs {timeline.peak_bytes / 2**30:.4g} GiB, the limit is "
+            f"{limit_bytes / 2**30:.4g} GiB: raise memory_limit_gb to use it"
+        )
+    return (
+        f"plan {label!r} takes {timeline.step_us:.1f} us in the model, the input order "
+        f"{unchanged.timeline.step_us:.1f} us"
+    )
 
 
 def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:
@@ -108,10 +134,53 @@ def _candidates(
     program: Program, policy: Policy, limit_bytes: float, is_backward: bool
 ) -> Iterator[Choice]:
     for label, buckets in _bucketings(program, policy, limit_bytes, is_backward):
+        yield from _ordered_within(program, label, buckets, limit_bytes)
+
+
+def _ordered_within(
+    program: Program, label: str, buckets: list[Bucket], limit_bytes: float
+) -> list[Choice]:
+    """``buckets`` in every order; while none fits the limit, without what is largest at the peak."""
+    notes: list[str] = []
+    while True:
         bucketed = bucket_program(program, buckets)
-        for order_label, order in _orders(limit_bytes):
-            choice = _evaluate(f"{label}, {order_label}", buckets, bucketed, order, limit_bytes)
-            yield choice
+        choices = [
+            _evaluate(f"{label}, {name}", buckets, bucketed, order, limit_bytes, tuple(notes))
+            for name, order in _orders()
+        ]
+        least = min(choices, key=lambda choice: choice.timeline.peak_bytes)
+        if least.timeline.peak_bytes <= limit_bytes:
+            return choices
+        largest = _largest_member_at_peak(least)
+        if largest is None or len(notes) == _MAX_LEFT_OUT:
+            return choices
+        buckets = _without(buckets, largest)
+        name = name_of(program.by_name[largest]) or largest
+        notes.append(f"{name} is left out of its bucket, which would not fit the memory limit")
+
+
+def _largest_member_at_peak(choice: Choice) -> str | None:
+    """The largest member of the largest bucket whose buffers are live at the peak."""
+    schedule = choice.program.schedule
+    lifetimes = buffer_lifetimes(schedule)
+    peak = next(i for i, t in enumerate(schedule.tasks) if t.name == choice.timeline.peak_task)
+    live: list[tuple[int, FreeCollective]] = []
+    for collective in choice.program.collectives:
+        names = [f"{collective.name}.packed", f"{collective.name}.output"]
+        spans = [lifetimes[name] for name in names if name in lifetimes]
+        if collective.members and any(first <= peak <= last for first, last in spans):
+            live.append((collective.size_bytes, collective))
+    if not live:
+        return None
+    members = max(live, key=lambda pair: pair[0])[1].members
+    sizes = {member: choice.program.merged_bytes.get(member, 0) for member in members}
+    return max(members, key=lambda member: sizes[member])
+
+
+def _without(buckets: Sequence[Bucket], name: str) -> list[Bucket]:
+    """``buckets`` with one member less; a bucket of one is none."""
+    rest = [replace(b, members=tuple(m for m in b.members if m != name)) for b in buckets]
+    return [bucket for bucket in rest if len(bucket.members) > 1]
 
 
 def _bucketings(
@@ -130,7 +199,7 @@ def _bucketings(
 _Order = Callable[[Program, float], list[str]]
 
 
-def _orders(limit_bytes: float) -> list[tuple[str, _Order]]:
+def _orders() -> list[tuple[str, _Order]]:
     def eager(program: Program, limit: float) -> list[str]:
         return list_schedule(program, memory_limit_bytes=limit)
 
@@ -149,7 +218,12 @@ def _duration(program: Program, collective: FreeCollective) -> float:
 
 
 def _evaluate(
-    label: str, buckets: Sequence[Bucket], bucketed: Program, order: _Order, limit_bytes: float
+    label: str,
+    buckets: Sequence[Bucket],
+    bucketed: Program,
+    order: _Order,
+    limit_bytes: float,
+    notes: tuple[str, ...],
 ) -> Choice:
     """Order, simulate and replay; a proposal above the limit is tried again under a smaller one."""
     allowed = limit_bytes
@@ -157,7 +231,7 @@ def _evaluate(
     for _ in range(_SHRINK_ATTEMPTS):
         ordered = bucketed.with_order(order(bucketed, allowed))
         timeline = simulate(ordered.schedule)
-        best = Choice(_plan(label, buckets, ordered), ordered, timeline)
+        best = Choice(_plan(label, buckets, ordered), ordered, timeline, notes)
         excess = timeline.peak_bytes - limit_bytes
         if excess <= 0 or math.isinf(limit_bytes):
             break

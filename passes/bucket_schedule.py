@@ -175,6 +175,7 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
         schedule=schedule,
         collectives=(*singles, *(part.collective for part in parts)),
         movable=frozenset(movable),
+        merged_bytes={name: program.by_name[name].size_bytes for name in gone},
     )
     return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
 

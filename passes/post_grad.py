@@ -80,10 +80,11 @@ def overlap_graph(
     unchanged = _outcome(source, source, before, before, _no_plan(), 0, limit, warnings)
     if not source.program.collectives or _is_planned(source):
         return unchanged
-    choices = rank_choices(
+    ranking = rank_choices(
         source.program, policy, memory_limit_bytes=limit, is_backward=is_backward(graph)
     )
-    for choice in choices:
+    warnings += ranking.refused
+    for choice in ranking.choices:
         if choice.plan.policy == INPUT_ORDER:
             break
         rehearsal = _copy(graph)
@@ -94,6 +95,7 @@ def overlap_graph(
             moved = _carry_out(graph, choice, source)
             final = read_graph(graph, prices)
             after = simulate(final.program.schedule)
+            warnings += choice.notes
             return _outcome(source, final, before, after, choice.plan, moved, limit, warnings)
         warnings.append(f"plan {choice.plan.policy!r} refused: {reason}")
     return _outcome(source, source, before, before, _no_plan(), 0, limit, warnings)

@@ -65,6 +65,8 @@ class Program:
     movable: frozenset[str]
     prices: PricedCluster
     num_collectives: int
+    merged_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes of the collectives that were merged into buckets, by name."""
     warnings: tuple[str, ...] = field(default=())
 
     def __repr__(self) -> str:
