@@ -140,7 +140,7 @@ def _candidates(
 def _ordered_within(
     program: Program, label: str, buckets: list[Bucket], limit_bytes: float
 ) -> list[Choice]:
-    """``buckets`` in every order; while none fits the limit, without what is largest at the peak."""
+    """``buckets`` in every order; while none fits, without what is largest at the peak."""
     notes: list[str] = []
     while True:
         bucketed = bucket_program(program, buckets)
