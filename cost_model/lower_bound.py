@@ -15,7 +15,7 @@ The bound is the largest of several relaxations, each of which forgets all but a
   only bytes on the wire, so that sharing it or queues of several collectives cannot beat it.
 * ``flow shop``: compute before or after the collectives of a link (`flow_shop`).
 * ``latency``: the fewest batches that meet their deadlines must fit their queue (`batches`).
-* ``contention``: compute slows down at least while the busiest link moves bytes.
+* ``contention``: compute slows down while collectives are in flight (`contention`).
 
 Launch overhead counts for every compute task, for every collective that cannot be merged, and once
 for each class of those that can.
@@ -31,6 +31,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from inductor_overlap.cost_model.batches import batch_bound
+from inductor_overlap.cost_model.contention import contention_bound
 from inductor_overlap.cost_model.flow_shop import flow_shop
 from inductor_overlap.cost_model.precedence import Job, Precedence
 from inductor_overlap.cost_model.schedule import Schedule
@@ -97,13 +98,14 @@ def jackson(jobs: Sequence[Job]) -> tuple[float, Job]:
 
 
 def _relaxations(precedence: Precedence) -> Iterator[LowerBound]:
-    compute = precedence.compute_jobs()
-    yield _one_machine("compute", "compute", [*compute, *_launches(precedence)])
+    compute = [*precedence.compute_jobs(), *_launches(precedence)]
+    yield _one_machine("compute", "compute", compute)
     for link in precedence.links:
         yield _one_machine("link", f"link {link}", precedence.wire_jobs(link))
         for forward in (True, False):
             yield _flow_shop(precedence, link, forward)
-    yield _contention(precedence, compute)
+    if precedence.schedule.machine.contention > 1.0:
+        yield _contention(precedence, compute)
 
 
 def _launches(precedence: Precedence) -> Iterator[Job]:
@@ -157,23 +159,14 @@ def _flow_shop(precedence: Precedence, link: str, forward: bool) -> LowerBound:
     )
 
 
-def _contention(precedence: Precedence, compute: Sequence[Job]) -> LowerBound:
-    """Compute at rate 1/c while a link moves bytes, at most idle when it cannot have begun.
-
-    With W the link's bytes, C the compute and I the time in which no compute can run, of which
-    W may use all, the other W - I slow down compute: T >= C + I + (W - I) (1 - 1/c).
-    """
-    if not compute or not precedence.links:
-        return LowerBound(0.0, "contention", "nothing to contend")
-    wire_us = max(sum(job.work_us for job in precedence.wire_jobs(k)) for k in precedence.links)
-    idle_us = min(job.head_us for job in compute) + min(job.tail_us for job in compute)
-    slowed = 1.0 - 1.0 / precedence.schedule.machine.contention
-    work_us = sum(job.work_us for job in compute)
+def _contention(precedence: Precedence, jobs: Sequence[Job]) -> LowerBound:
+    contention = precedence.schedule.machine.contention
+    bound = contention_bound(precedence, jobs)
     return LowerBound(
-        work_us + idle_us + max(0.0, wire_us - idle_us) * slowed,
+        bound.step_us,
         "contention",
-        f"{work_us:.6g} us of compute, slowed by a factor of "
-        f"{precedence.schedule.machine.contention:.4g} while {wire_us:.6g} us of bytes move",
+        f"{bound.work_us:.6g} us of compute that lies {bound.idle_us:.6g} us inside the step, "
+        f"slowed by a factor of {contention:.4g} by {bound.in_flight_us:.6g} us of communication",
     )
 
 

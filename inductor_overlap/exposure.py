@@ -1,15 +1,18 @@
 """Why communication is exposed: for each stalled wait, a reason read off the timeline.
 
 Reasons are facts about one schedule, not advice: what ran between the start and the wait, what the
-communicator was busy with, what was left to compute. Nothing is guessed; a stall is explained by
-the first of these that holds, and a late begin or a shared link is added where it played a part.
+communicator was busy with, what was left to compute. Nothing is guessed. The place in the program
+explains a stall first; a late begin or a shared link is added where it played a part.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Schedule
 from inductor_overlap.cost_model.simulate import COMPUTE_QUEUE, Span, Timeline
@@ -61,23 +64,32 @@ class _Transfer:
     consumer: Span | None = None
 
     @property
-    def window_us(self) -> float:
-        return self.waited_us - self.enqueued_us
-
-    @property
     def queued_us(self) -> float:
         return self.span.start_us - self.enqueued_us
 
 
 @dataclass
 class _Trace:
-    """A timeline by collective and by communicator, and the extent of its compute."""
+    """A timeline by collective and by communicator, and its compute in program order."""
 
     transfers: dict[str, _Transfer] = field(default_factory=dict[str, _Transfer])
     queues: dict[str, list[_Transfer]] = field(
         default_factory=lambda: defaultdict[str, list[_Transfer]](list)
     )
     compute: list[Span] = field(default_factory=list[Span])
+
+    @cached_property
+    def _computed_us(self) -> list[float]:
+        """Compute time before each task of ``compute``, and all of it at the end."""
+        return list(accumulate((s.end_us - s.start_us for s in self.compute), initial=0.0))
+
+    def computed_before(self, time_us: float) -> float:
+        """Compute time of the tasks that begin before ``time_us``."""
+        count = bisect_left(self.compute, time_us - _ROUNDING_US, key=lambda span: span.start_us)
+        return self._computed_us[count]
+
+    def computed_after(self, time_us: float) -> float:
+        return self._computed_us[-1] - self.computed_before(time_us)
 
 
 def _read_trace(schedule: Schedule, timeline: Timeline) -> _Trace:
@@ -113,32 +125,39 @@ def _explain(schedule: Schedule, trace: _Trace, transfer: _Transfer) -> str:
 
 def _main_reason(schedule: Schedule, trace: _Trace, transfer: _Transfer, duration_us: float) -> str:
     """What its place in the program says; empty if only its queue or its link delayed it."""
-    needed = f"{format_us(duration_us)} of communication"
-    if not trace.compute or transfer.waited_us <= trace.compute[0].start_us + _ROUNDING_US:
-        return f"no compute comes before its wait that could hide its {needed}"
-    if transfer.enqueued_us >= trace.compute[-1].end_us - _ROUNDING_US:
-        return f"no compute is left after its start that could hide its {needed}"
-    window = format_us(transfer.window_us)
-    if transfer.window_us <= _ROUNDING_US:
-        return _nothing_between(schedule, transfer)
-    if transfer.window_us >= duration_us - _ROUNDING_US:
+    needed = f"its {format_us(duration_us)} of communication"
+    window_us = transfer.waited_us - transfer.enqueued_us
+    before_us = trace.computed_before(transfer.waited_us)
+    after_us = trace.computed_after(transfer.enqueued_us)
+    if window_us >= duration_us - _ROUNDING_US:
         return ""
-    if transfer.consumer is None:
-        return f"only {window} of the graph are left after its start for its {needed}"
-    return f"only {window} between its start and its wait for its {needed}"
+    if window_us <= _ROUNDING_US and (neighbours := _critical_neighbours(schedule, transfer)):
+        return f"on the critical path: it needs {neighbours[0]}, and {neighbours[1]} needs it"
+    if after_us < duration_us:
+        return f"last of the graph: {_amount(after_us)} is left after its start to hide {needed}"
+    if before_us < duration_us:
+        return f"first of the graph: {_amount(before_us)} comes before its wait to hide {needed}"
+    if window_us <= _ROUNDING_US:
+        return f"nothing runs between its start and its wait to hide {needed}"
+    return f"only {format_us(window_us)} between its start and its wait to hide {needed}"
 
 
-def _nothing_between(schedule: Schedule, transfer: _Transfer) -> str:
-    """On the critical path if its neighbours in the program depend on each other through it."""
-    name, producer, consumer = transfer.span.name, transfer.producer, transfer.consumer
-    if (
-        producer is not None
-        and consumer is not None
-        and producer.name in _timed_sources(schedule, name)
-        and name in _timed_sources(schedule, consumer.name)
-    ):
-        return f"on the critical path: it needs {producer.name}, and {consumer.name} needs it"
-    return "nothing runs between its start and its wait"
+def _amount(compute_us: float) -> str:
+    return (
+        "no compute" if compute_us <= _ROUNDING_US else f"only {format_us(compute_us)} of compute"
+    )
+
+
+def _critical_neighbours(schedule: Schedule, transfer: _Transfer) -> tuple[str, str] | None:
+    """The compute tasks around it in the program, if they depend on each other through it."""
+    producer, consumer, name = transfer.producer, transfer.consumer, transfer.span.name
+    if producer is None or consumer is None:
+        return None
+    if producer.name not in _timed_sources(schedule, name):
+        return None
+    if name not in _timed_sources(schedule, consumer.name):
+        return None
+    return producer.name, consumer.name
 
 
 def _timed_sources(schedule: Schedule, name: str) -> set[str]:

@@ -7,6 +7,7 @@ prints as plain text, and goes to JSON, to ui.perfetto.dev and to a PNG.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -40,7 +41,7 @@ class Report:
         warnings: what the user should know, one sentence each.
         fallbacks: op -> how many of its nodes had no known cost.
         bound_certificate: why nothing is faster than ``lower_bound_us``.
-        memory_limit_bytes: what the peak had to stay under; None if it had no limit.
+        memory_limit_bytes: what the peak had to stay under; inf if it had no limit.
         name: which graph this is.
     """
 
@@ -55,7 +56,7 @@ class Report:
     warnings: Sequence[str] = ()
     fallbacks: Mapping[str, int] = field(default_factory=dict[str, int])
     bound_certificate: str = ""
-    memory_limit_bytes: float | None = None
+    memory_limit_bytes: float = math.inf
     name: str = "graph"
 
     @property
@@ -78,6 +79,7 @@ class Report:
 
     def to_json(self) -> str:
         """All figures, the plan and the reasons; spans are left to `to_perfetto`."""
+        limit = self.memory_limit_bytes
         content = {
             "name": self.name,
             "policy_chosen": self.policy_chosen,
@@ -86,7 +88,7 @@ class Report:
             "lower_bound_us": self.lower_bound_us,
             "bound_certificate": self.bound_certificate,
             "gap": self.gap,
-            "memory_limit_bytes": self.memory_limit_bytes,
+            "memory_limit_bytes": limit if math.isfinite(limit) else None,
             "exposed": [
                 {"collective": item.collective, "us": item.us, "reason": item.reason}
                 for item in self.exposed
@@ -132,7 +134,7 @@ def _lines(report: Report) -> Iterator[str]:
     if report.bound_certificate:
         yield f"    since {report.bound_certificate}"
     yield f"  {_what_was_done(report)}"
-    if report.memory_limit_bytes is not None:
+    if math.isfinite(report.memory_limit_bytes):
         yield f"  memory limit {format_bytes(report.memory_limit_bytes)}"
     yield from _exposed_lines(report.exposed)
     if report.fallbacks:
@@ -146,7 +148,8 @@ def _what_was_done(report: Report) -> str:
     if plan.changes_nothing:
         return f"policy {policy}: nothing was changed"
     merged = sum(len(bucket.members) for bucket in plan.buckets)
-    return f"policy {policy}: {merged} collectives in {len(plan.buckets)} buckets"
+    buckets = "bucket" if len(plan.buckets) == 1 else "buckets"
+    return f"policy {policy}: {merged} collectives in {len(plan.buckets)} {buckets}"
 
 
 def _table(report: Report) -> Iterator[str]:
