@@ -10,16 +10,11 @@ is not spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, an override that n
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache, cached_property
-from importlib import resources
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -35,12 +30,20 @@ from inductor_overlap.cost_model.compute_time import (
     matmul_us,
     memory_us,
 )
+from inductor_overlap.cost_model.curve import Curve
+from inductor_overlap.cost_model.profile_tables import (
+    device_constants,
+    device_names,
+    fabric_name,
+    network_constants,
+    read_table,
+    unknown_name,
+)
 
 # Overlap of two pipelined stages that are equally long; see LinkConstants.overlap_order.
 OVERLAP_ORDER = 3.3
 # The chain inside a node of the all-reduce tree against a ring: every GPU relays two streams.
 TREE_SHARE = 0.79
-_NETWORK = re.compile(r"^(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)")
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,12 @@ class Cluster:
         gpu: a device of ``profiles/gpus.toml`` (``"h100"``, ``"b200"``, ``"cpu"``, ...).
         network: ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, as in ``"ib-ndr-400x8"``; ``None``
             is a single node: groups larger than a node are priced as if NVLink joined them.
-        gpus_per_node: GPUs of a node; None: what the device's profile says (8 unless it does).
+        gpus_per_node: GPUs (ranks) of a node.
         share_links: whether communicators on the same NICs or NVLink share their bandwidth.
         contention: factor on compute while a collective is in flight; None: the profile's.
-        overrides: constants that replace those of the profiles, as (name, value) pairs: what a
-            calibration writes.
+        overrides: constants that replace those of the profiles, as (name, value) pairs.
+        curves: measured times that replace the formulas for their kind and placement. A
+            calibration writes both.
     """
 
     gpu: str = "h100"
@@ -64,6 +68,7 @@ class Cluster:
     share_links: bool = True
     contention: float | None = None
     overrides: tuple[tuple[str, float], ...] = ()
+    curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -73,7 +78,7 @@ class Cluster:
         known = set(self._profiled)
         for name, value in self.overrides:
             if name not in known:
-                raise ValueError(_unknown("constant", name, known))
+                raise ValueError(unknown_name("constant", name, known))
             if not 0 <= value < float("inf"):
                 raise ValueError(f"constant {name} must be finite and >= 0, got {value}")
 
@@ -84,20 +89,20 @@ class Cluster:
         Raises:
             ValueError: no such preset; the message lists those that are spelled alike.
         """
-        presets = _profile("presets")
+        presets = read_table("presets")
         if name not in presets:
-            raise ValueError(_unknown("cluster preset", name, presets))
+            raise ValueError(unknown_name("cluster preset", name, presets))
         return cls(**presets[name])
 
     @staticmethod
     def presets() -> tuple[str, ...]:
         """Names that `preset` accepts."""
-        return tuple(sorted(_profile("presets")))
+        return tuple(sorted(read_table("presets")))
 
     @staticmethod
     def gpus() -> tuple[str, ...]:
         """Devices that ``gpu`` accepts."""
-        return tuple(sorted(set(_profile("gpus")) - {"families", "defaults"}))
+        return device_names()
 
     @staticmethod
     def gpu_named(device_name: str) -> str | None:
@@ -105,7 +110,7 @@ class Cluster:
         matches = [
             (len(part), gpu)
             for gpu in Cluster.gpus()
-            for part in _profile("gpus")[gpu]["device_names"]
+            for part in read_table("gpus")[gpu]["device_names"]
             if part in device_name
         ]
         return max(matches)[1] if matches else None
@@ -125,8 +130,16 @@ class Cluster:
             ValueError: an unknown kind, an empty group, a negative size.
         """
         check_collective(kind, num_nodes, ranks_per_node)
+        curve = self._curves.get((kind, num_nodes, ranks_per_node))
+        if curve is not None:
+            return curve.time_us(size_bytes, self._formula_us)
+        return self._formula_us(kind, size_bytes, num_nodes, ranks_per_node)
+
+    def _formula_us(
+        self, kind: str, size_bytes: float, num_nodes: int, ranks_per_node: int
+    ) -> float:
         nodes, local = self._domains(num_nodes, ranks_per_node)
-        return collective_us(kind, size_bytes, nodes, local, self.link_constants(nodes, local))
+        return collective_us(kind, size_bytes, nodes, local, self.link_constants(local))
 
     def matmul_us(
         self, m: int, n: int, k: int, dtype: str | torch.dtype = "bf16", *, batch: int = 1
@@ -190,6 +203,7 @@ class Cluster:
             "gpus_per_node": self.gpus_per_node,
             "share_links": self.share_links,
             "contention": self.contention,
+            "curves": [astuple(curve) for curve in self.curves],
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -212,9 +226,16 @@ class Cluster:
         table = self.constants
         return ComputeConstants(**{f.name: table[f.name] for f in fields(ComputeConstants)})
 
-    def link_constants(self, num_nodes: int, ranks_per_node: int) -> LinkConstants:
-        """What a group of this placement (in NVLink domains) sees of the links."""
-        return _link_constants(self, num_nodes, ranks_per_node)
+    def link_constants(self, ranks_per_node: int) -> LinkConstants:
+        """What the ranks of a group see of the links; a "node" is an NVLink domain here."""
+        known = self._links.get(ranks_per_node)
+        if known is None:
+            known = self._links[ranks_per_node] = _link_constants(self, ranks_per_node)
+        return known
+
+    @cached_property
+    def _links(self) -> dict[int, LinkConstants]:
+        return {}
 
     def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
         """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
@@ -226,10 +247,14 @@ class Cluster:
         return domains, -(-ranks // domains)
 
     @cached_property
+    def _curves(self) -> dict[tuple[str, int, int], Curve]:
+        return {(c.kind, c.num_nodes, c.ranks_per_node): c for c in self.curves}
+
+    @cached_property
     def _profiled(self) -> dict[str, float]:
         """Constants of the device and, if there is one, of the network, by name."""
-        network = {} if self.network is None else _parse_network(self.network)
-        return _device_table(self.gpu) | network
+        network = {} if self.network is None else network_constants(self.network)
+        return device_constants(self.gpu) | network
 
     @cached_property
     def constants(self) -> Mapping[str, float]:
@@ -239,11 +264,10 @@ class Cluster:
     @property
     def fabric(self) -> str | None:
         """The table of ``profiles/fabrics.toml`` that the network's constants are from."""
-        return None if self.network is None else _fabric_name(self.network)
+        return None if self.network is None else fabric_name(self.network)
 
 
-@cache
-def _link_constants(cluster: Cluster, num_nodes: int, ranks_per_node: int) -> LinkConstants:
+def _link_constants(cluster: Cluster, ranks_per_node: int) -> LinkConstants:
     table = cluster.constants
     peak_gb_per_s = table["local_gb_per_s"]
     ring_gb_per_s = peak_gb_per_s * table["local_efficiency"]
@@ -255,7 +279,7 @@ def _link_constants(cluster: Cluster, num_nodes: int, ranks_per_node: int) -> Li
         "node_gb_per_s": _node_gb_per_s(table, ranks_per_node, cluster.gpus_per_node),
         "overlap_order": OVERLAP_ORDER,
     }
-    names = [f.name for f in fields(LinkConstants)]
+    names = LinkConstants._fields
     return LinkConstants(**{n: derived[n] if n in derived else table.get(n, 0.0) for n in names})
 
 
@@ -269,56 +293,3 @@ def _node_gb_per_s(table: Mapping[str, float], ranks_per_node: int, gpus_per_nod
     nics = max(1.0, table["num_nics"] * ranks_per_node / gpus_per_node)
     efficiency = "pcie4_efficiency" if table["pcie_generation"] < 5 else "efficiency"
     return table[efficiency] * table["nic_gb_per_s"] * nics
-
-
-@cache
-def _profile(name: str) -> dict[str, Any]:
-    text = resources.files("inductor_overlap.cost_model").joinpath("profiles", f"{name}.toml")
-    return tomllib.loads(text.read_text(encoding="utf-8"))
-
-
-def _device_table(gpu: str) -> dict[str, float]:
-    """Numbers of a device: the defaults, its family's, its own."""
-    profile = _profile("gpus")
-    if gpu not in Cluster.gpus():
-        raise ValueError(_unknown("gpu", gpu, Cluster.gpus()))
-    merged = profile["defaults"] | profile["families"][profile[gpu]["family"]] | profile[gpu]
-    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
-
-
-def _match_network(network: str) -> re.Match[str]:
-    match = _NETWORK.match(network)
-    if match is None:
-        raise ValueError(
-            f"network {network!r} is not spelled <fabric>-<Gbit/s per NIC>x<NICs per node>, "
-            'as in "ib-ndr-400x8"; use None for a single node'
-        )
-    return match
-
-
-def _fabric_name(network: str) -> str:
-    """The longest name of a fabric that ``network`` begins with."""
-    match = _match_network(network)
-    spelled = match["fabric"].split("/")[0]
-    whole = f"{spelled}-{match['rate']}x{match['nics']}-"
-    matches = [name for name in _profile("fabrics") if whole.startswith(f"{name}-")]
-    if not matches:
-        raise ValueError(_unknown("fabric", spelled, _profile("fabrics")))
-    return max(matches, key=len)
-
-
-@cache
-def _parse_network(network: str) -> dict[str, float]:
-    match = _match_network(network)
-    constants: dict[str, float] = _profile("fabrics")[_fabric_name(network)]
-    own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
-    if min(own.values()) <= 0:
-        raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
-    return constants | own
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"

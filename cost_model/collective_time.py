@@ -29,9 +29,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import sympy as sp  # pyright: ignore[reportMissingTypeStubs]
 
@@ -39,8 +38,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_a
 COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkConstants:
+class LinkConstants(NamedTuple):
     """What one group of ranks sees of the hardware; bandwidths are one direction.
 
     Attributes:
@@ -91,7 +89,7 @@ class LinkConstants:
 
 S, N, G = (sp.Symbol(name, positive=True) for name in ("size_bytes", "num_nodes", "ranks_per_node"))
 _RANKS = N * G
-_C = {f.name: sp.Symbol(f.name, positive=True) for f in fields(LinkConstants)}
+_C = {name: sp.Symbol(name, positive=True) for name in LinkConstants._fields}
 _BYTES_PER_US = 1e3  # 1 GB/s moves 1e3 bytes in a microsecond
 
 
@@ -261,7 +259,7 @@ def collective_us(
         return 0.0
     evaluate = _compiled(*_placement_class(kind, num_nodes, ranks_per_node, constants))
     return min(
-        evaluate(max(size_bytes, 1.0), num_nodes, ranks_per_node, *_values(constants)),
+        evaluate(max(size_bytes, 1.0), num_nodes, ranks_per_node, *constants),
     )
 
 
@@ -278,10 +276,5 @@ def collective_expression(
         return sp.Float(0)
     placement = _placement_class(kind, num_nodes, ranks_per_node, constants)
     values: dict[Any, Any] = {N: num_nodes, G: ranks_per_node, S: size}
-    values.update({_C[f.name]: getattr(constants, f.name) for f in fields(constants)})
+    values.update({_C[name]: value for name, value in constants._asdict().items()})
     return cast("sp.Expr", sp.Min(*(e.subs(values) for e in collective_expressions(*placement))))
-
-
-@cache
-def _values(constants: LinkConstants) -> tuple[float, ...]:
-    return tuple(getattr(constants, f.name) for f in fields(constants))

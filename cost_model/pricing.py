@@ -34,6 +34,7 @@ from inductor_overlap.cost_model.fusion import (
     stored_inputs,
 )
 from inductor_overlap.cost_model.op_shapes import read_attention, read_matmul
+from inductor_overlap.cost_model.profile_file import read_profile
 from inductor_overlap.cost_model.schedule import Machine
 
 __all__ = [
@@ -321,7 +322,8 @@ def resolve_cost_model(
     """The cost model meant by the ``cluster=`` and ``cost_model=`` of the public API.
 
     Args:
-        cluster: a preset's name, a `Cluster`, or None.
+        cluster: a preset's name, the path of a calibrated profile (``*.toml``), a `Cluster`, or
+            None.
         cost_model: the user's own model, or None.
         device_type: of the graph's tensors; decides if both are None.
 
@@ -337,4 +339,7 @@ def resolve_cost_model(
         return as_full(cost_model)
     if cluster is None:
         return ClusterCostModel(default_cluster(device_type))
-    return ClusterCostModel(Cluster.preset(cluster) if isinstance(cluster, str) else cluster)
+    if isinstance(cluster, str):
+        is_file = cluster.endswith(".toml")
+        cluster = read_profile(cluster) if is_file else Cluster.preset(cluster)
+    return ClusterCostModel(cluster)

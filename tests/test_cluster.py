@@ -27,22 +27,22 @@ def test_every_preset_prices_everything(name: str) -> None:
 def test_every_gpu_has_every_constant(gpu: str) -> None:
     cluster = Cluster(gpu, "roce-400x8")
     assert cluster.compute_constants.kernel_us > 0
-    assert cluster.link_constants(2, 8).node_gb_per_s > 0
+    assert cluster.link_constants(8).node_gb_per_s > 0
     assert cluster.launch_us > 0
     assert cluster.contention_factor >= 1
 
 
 def test_node_bandwidth_follows_the_nics_in_use() -> None:
     # NDR: 50 GB/s a NIC; 1, 2, 4, 8 GPUs of a node use as many NICs.
-    one = H100.link_constants(10, 1).node_gb_per_s
-    assert [H100.link_constants(10, g).node_gb_per_s / one for g in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    one = H100.link_constants(1).node_gb_per_s
+    assert [H100.link_constants(g).node_gb_per_s / one for g in (1, 2, 4, 8)] == [1, 2, 4, 8]
     assert one == pytest.approx(50 * H100.constants["efficiency"])
     # 32 NICs of 12.5 GB/s: a GPU has four.
     efa = Cluster.preset("h100-efa")
-    assert efa.link_constants(2, 1).node_gb_per_s == pytest.approx(50 * efa.constants["efficiency"])
+    assert efa.link_constants(1).node_gb_per_s == pytest.approx(50 * efa.constants["efficiency"])
     # Two NICs for four GPUs: one GPU alone still has a whole one.
     polaris = Cluster("a100", "slingshot11-200x2", gpus_per_node=4)
-    assert polaris.link_constants(2, 1).node_gb_per_s == pytest.approx(
+    assert polaris.link_constants(1).node_gb_per_s == pytest.approx(
         25 * polaris.constants["pcie4_efficiency"]
     )
 
@@ -106,7 +106,7 @@ def test_mistakes_name_the_near_misses() -> None:
 
 def test_overrides_replace_constants() -> None:
     slower = Cluster("h100", "ib-ndr-400x8", overrides=(("efficiency", 0.49),))
-    assert slower.link_constants(2, 8).node_gb_per_s == pytest.approx(0.49 * 400)
+    assert slower.link_constants(8).node_gb_per_s == pytest.approx(0.49 * 400)
 
 
 def test_identity_covers_every_number() -> None:

@@ -1,0 +1,78 @@
+"""The tables of ``profiles/*.toml``: constants of a device and of a network, by name.
+
+Refused (``ValueError`` naming the near misses): an unknown device or fabric, a network that is not
+spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+_NETWORK = re.compile(r"^(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)")
+
+
+@cache
+def read_table(name: str) -> dict[str, Any]:
+    """The tables of ``profiles/<name>.toml``."""
+    text = resources.files("inductor_overlap.cost_model").joinpath("profiles", f"{name}.toml")
+    return tomllib.loads(text.read_text(encoding="utf-8"))
+
+
+def device_names() -> tuple[str, ...]:
+    """Devices that have a table."""
+    return tuple(sorted(set(read_table("gpus")) - {"families", "defaults"}))
+
+
+def device_constants(gpu: str) -> dict[str, float]:
+    """Numbers of a device: the defaults, its family's, its own."""
+    profile = read_table("gpus")
+    if gpu not in device_names():
+        raise ValueError(unknown_name("gpu", gpu, device_names()))
+    merged = profile["defaults"] | profile["families"][profile[gpu]["family"]] | profile[gpu]
+    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
+
+
+def _match_network(network: str) -> re.Match[str]:
+    match = _NETWORK.match(network)
+    if match is None:
+        raise ValueError(
+            f"network {network!r} is not spelled <fabric>-<Gbit/s per NIC>x<NICs per node>, "
+            'as in "ib-ndr-400x8"; use None for a single node'
+        )
+    return match
+
+
+def fabric_name(network: str) -> str:
+    """The longest name of a fabric that ``network`` begins with."""
+    match = _match_network(network)
+    spelled = match["fabric"].split("/")[0]
+    whole = f"{spelled}-{match['rate']}x{match['nics']}-"
+    matches = [name for name in read_table("fabrics") if whole.startswith(f"{name}-")]
+    if not matches:
+        raise ValueError(unknown_name("fabric", spelled, read_table("fabrics")))
+    return max(matches, key=len)
+
+
+@cache
+def network_constants(network: str) -> dict[str, float]:
+    """Constants of the network's fabric, the number of NICs of a node and the GB/s of each."""
+    match = _match_network(network)
+    constants: dict[str, float] = read_table("fabrics")[fabric_name(network)]
+    own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
+    if min(own.values()) <= 0:
+        raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
+    return constants | own
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is not among ``known``, with those that are spelled alike."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"
