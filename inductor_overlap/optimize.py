@@ -12,9 +12,11 @@ from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, PricedCluster
 from inductor_overlap.cost_model.simulate import Timeline
 from inductor_overlap.cost_model.simulate import simulate as simulate_schedule
+from inductor_overlap.exposure import explain_exposed
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.post_grad import Outcome, overlap_graph
-from inductor_overlap.report import Report, explain_exposed
+from inductor_overlap.passes.storages import is_backward
+from inductor_overlap.report import Report
 from inductor_overlap.settings import Settings, Wrap
 
 
@@ -69,10 +71,11 @@ def overlap_and_report(graph: fx.Graph, settings: Settings) -> Report:
     outcome = overlap_graph(
         graph, prices, settings.policy, memory_limit_bytes=settings.memory_limit_bytes
     )
-    return _report(outcome, prices)
+    name = "backward" if is_backward(graph) else "forward"
+    return _report(outcome, prices, name)
 
 
-def _report(outcome: Outcome, prices: PricedCluster) -> Report:
+def _report(outcome: Outcome, prices: PricedCluster, name: str) -> Report:
     return Report(
         before=outcome.before,
         after=outcome.after,
@@ -84,6 +87,9 @@ def _report(outcome: Outcome, prices: PricedCluster) -> Report:
         policy_chosen=outcome.plan.policy,
         warnings=outcome.warnings,
         fallbacks=dict(prices.fallbacks),
+        bound_certificate=outcome.bound.certificate,
+        memory_limit_bytes=outcome.memory_limit_bytes,
+        name=name,
     )
 
 
