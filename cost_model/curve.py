@@ -54,7 +54,8 @@ class Curve:
         right = bisect_left(sizes, size_bytes)
         low, high = sizes[right - 1], sizes[right]
         share = math.log(size_bytes / low) / math.log(high / low)
-        return times[right - 1] ** (1 - share) * times[right] ** share
+        ratio = times[right] / times[right - 1]
+        return min(times[right], times[right - 1] * ratio**share)
 
     def _follow(self, size_bytes: float, formula: Formula, end: int) -> float:
         """The formula beyond an end of the curve, scaled to meet it there."""
