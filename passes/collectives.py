@@ -264,7 +264,8 @@ def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
 def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
     """Unary chain of nodes after the wait, and whether everything it reaches is a graph output.
 
-    Another reduction of the result (HSDP's all-reduce) is followed, not counted as use.
+    Another reduction of the result (HSDP's all-reduce) is followed, not counted as use. The chain
+    ends where it meets another gradient's: what follows a sum belongs to no single reduction.
     """
     tail: list[fx.Node] = []
     seen: set[fx.Node] = set()
@@ -281,8 +282,9 @@ def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
         pending.extend(node.users)
     order = {node: position for position, node in enumerate(waits[0].graph.nodes)} if tail else {}
     tail.sort(key=lambda node: order[node])
-    behind_start = {user for node in seen if is_start(node) for user in _reached(node)}
-    return tuple(node for node in tail if node not in behind_start), True
+    joins = [node for node in seen if is_start(node) or len(node.all_input_nodes) > 1]
+    shared = {user for node in joins for user in _reached(node)}
+    return tuple(node for node in tail if node not in shared), True
 
 
 def _reached(start: fx.Node) -> set[fx.Node]:
