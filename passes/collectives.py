@@ -40,7 +40,7 @@ from inductor_overlap.passes.parameter_names import (
     parameter_fqn,
     parameter_position,
 )
-from inductor_overlap.passes.storages import is_alias
+from inductor_overlap.passes.storages import viewed
 
 BUCKET = "inductor_overlap_bucket"
 """Key in ``meta`` of the nodes that make up a bucket (pack, start, wait, unpack): its name."""
@@ -320,15 +320,8 @@ def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
 
 
 def _written_graph_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    written = {_viewed(target) for node in graph.nodes for target in written_inputs(node)}
+    written = {viewed(target) for node in graph.nodes for target in written_inputs(node)}
     return frozenset(node for node in written if node.op == "placeholder")
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` shows."""
-    while is_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def group_name_of(group: str | fx.Node) -> str:

@@ -24,7 +24,7 @@ from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
 from inductor_overlap.passes.collectives import Collective, find_collectives
 from inductor_overlap.passes.fx_ops import is_barrier, is_wait, written_inputs
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.storages import Storages, is_alias
+from inductor_overlap.passes.storages import Storages, is_alias, viewed
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,25 @@ class _Reader:
         deps = [self.task_of[arg] for arg in inputs if arg in self.task_of]
         reads = list(dict.fromkeys(b for arg in inputs for b in self.storages.of(arg)))
         writes = self._writes(name, nodes)
-        order_deps = links.deps(name, nodes, reads, self.storages)
+        order_deps = links.deps(name, nodes, self._touched(nodes), self._written(nodes))
         all_deps = tuple(dict.fromkeys(d for d in (*deps, *order_deps) if d != name))
         reads = [buffer for buffer in reads if buffer not in writes]
         return self._make(name, nodes, all_deps, tuple(reads), tuple(writes))
+
+    def _touched(self, nodes: Sequence[fx.Node]) -> list[str]:
+        """Memory that ``nodes`` read; a wait also what its collective read until then."""
+        starts = [arg for node in nodes if is_wait(node) for arg in node.all_input_nodes]
+        inputs = [arg for node in (*nodes, *starts) for arg in node.all_input_nodes]
+        return list(dict.fromkeys(name for arg in inputs for name in self._memory(arg)))
+
+    def _written(self, nodes: Sequence[fx.Node]) -> list[str]:
+        targets = [target for node in nodes for target in written_inputs(node)]
+        return list(dict.fromkeys(name for target in targets for name in self._memory(target)))
+
+    def _memory(self, node: fx.Node) -> tuple[str, ...]:
+        """Names of the memory that ``node`` shows: buffers, or a graph input that is none."""
+        base = viewed(node)
+        return self.storages.of(node) or ((base.name,) if base.op == "placeholder" else ())
 
     def _make(
         self,
@@ -284,23 +299,24 @@ class _Links:
         self._since_barrier: list[str] = []
         self._barrier = ""
         self._readers: dict[str, list[str]] = defaultdict(list)
+        self._writer: dict[str, str] = {}
 
     def deps(
-        self, name: str, nodes: Sequence[fx.Node], reads: Sequence[str], storages: Storages
+        self, name: str, nodes: Sequence[fx.Node], reads: Sequence[str], writes: Sequence[str]
     ) -> list[str]:
-        deps: list[str] = []
+        """What ``name`` must come after; ``reads`` and ``writes`` name memory it works on."""
+        deps = [self._writer[memory] for memory in reads if memory in self._writer]
         if any(is_barrier(node) for node in nodes):
             deps += self._since_barrier
             self._barrier, self._since_barrier = name, []
         elif name in self._movable:
             deps += [self._barrier] if self._barrier else []
             self._since_barrier.append(name)
-        for node in nodes:
-            for buffer in [name for arg in written_inputs(node) for name in storages.of(arg)]:
-                deps += self._readers[buffer]
-                self._readers[buffer] = []
-        for buffer in reads:
-            self._readers[buffer].append(name)
+        for memory in writes:
+            deps += self._readers.pop(memory, [])
+            self._writer[memory] = name
+        for memory in reads:
+            self._readers[memory].append(name)
         return deps
 
 

@@ -32,6 +32,13 @@ def is_alias(node: fx.Node) -> bool:
     return is_wait(node) or op_base_name(node) == "getitem" or returns_alias(node)
 
 
+def viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` shows: itself if it is no view."""
+    while is_alias(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _reshapes_without_copy(node: fx.Node) -> bool:
     source, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
