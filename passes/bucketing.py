@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
 
@@ -87,10 +86,26 @@ def _check(name: str, members: Sequence[Collective]) -> None:
         raise ValueError(
             f"bucket {name!r}: members must share kind, group, dtype and reduction, got {keys}"
         )
+    dependent = [member.name for member in members if _depends_on_other(member, members)]
+    if dependent:
+        raise ValueError(f"bucket {name!r}: {dependent} need results of other members")
     for member in members:
         reason = why_not_bucketed(member) if member.free else member.why_fixed
         if reason:
             raise ValueError(f"bucket {name!r}: {member.name} cannot join it: {reason}")
+
+
+def _depends_on_other(member: Collective, members: Sequence[Collective]) -> bool:
+    """Only reductions of reduced gradients can; their inputs lead back to an earlier wait."""
+    waits = {other.waits[0] for other in members}
+    pending, seen = [member.start], {member.start}
+    while pending:
+        inputs = set(pending.pop().all_input_nodes) - seen
+        if not inputs.isdisjoint(waits):
+            return True
+        seen |= inputs
+        pending += inputs
+    return False
 
 
 def _source(collective: Collective) -> fx.Node:
@@ -219,7 +234,7 @@ class _Merger:
         like = self.members[0].start.meta
         node.meta.update({key: like[key] for key in _INHERITED if key in like})
         node.meta.update({"val": value, BUCKET: self.name})
-        if isinstance(target, OpOverload):
+        if target in (aten.cat.default, aten.clone.default):
             node.meta["original_aten"] = target  # generated kernels are named after it
         self._written.append(node)
         return node
