@@ -158,13 +158,14 @@ def _copies_out(member: FreeCollective) -> bool:
 def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
     gone = frozenset[str]().union(*(part.gone for part in parts))
     renamed = {old: new for part in parts for old, new in part.replaced_buffers.items()}
+    merged_into = {name: part.collective.name for part in parts for name in part.gone}
     merged_waits = {task.name for part in parts for task in part.tasks}
     kept = [
-        _renamed(task, renamed)
+        _renamed(task, renamed, merged_into)
         for task in program.schedule.tasks
         if task.name not in gone and task.name not in merged_waits
     ]
-    new = [_renamed(task, renamed) for part in parts for task in part.tasks]
+    new = [_renamed(task, renamed, merged_into) for part in parts for task in part.tasks]
     buffers = {name: b for name, b in program.schedule.buffers.items() if name not in renamed}
     buffers |= {buffer.name: buffer for part in parts for buffer in part.buffers}
     movable = (program.movable - gone) | {task.name for task in new}
@@ -180,9 +181,10 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
     return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
 
 
-def _renamed(task: Task, renamed: dict[str, str]) -> Task:
-    """``task`` with its buffers renamed; what it names twice by then, it names once."""
-    if not renamed or not any(name in renamed for name in task.reads):
+def _renamed(task: Task, buffers: dict[str, str], starts: dict[str, str]) -> Task:
+    """``task`` with buffers and starts renamed; what it names twice by then, it names once."""
+    if buffers.keys().isdisjoint(task.reads) and starts.keys().isdisjoint(task.deps):
         return task
-    reads = tuple(dict.fromkeys(renamed.get(name, name) for name in task.reads))
-    return replace(task, reads=reads)
+    reads = tuple(dict.fromkeys(buffers.get(name, name) for name in task.reads))
+    deps = tuple(dict.fromkeys(starts.get(name, name) for name in task.deps))
+    return replace(task, reads=reads, deps=deps)

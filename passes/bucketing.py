@@ -86,26 +86,26 @@ def _check(name: str, members: Sequence[Collective]) -> None:
         raise ValueError(
             f"bucket {name!r}: members must share kind, group, dtype and reduction, got {keys}"
         )
-    dependent = [member.name for member in members if _depends_on_other(member, members)]
-    if dependent:
-        raise ValueError(f"bucket {name!r}: {dependent} need results of other members")
+    needed = _needed_members(members)
+    if needed:
+        raise ValueError(f"bucket {name!r}: other members need the results of {needed}")
     for member in members:
         reason = why_not_bucketed(member) if member.free else member.why_fixed
         if reason:
             raise ValueError(f"bucket {name!r}: {member.name} cannot join it: {reason}")
 
 
-def _depends_on_other(member: Collective, members: Sequence[Collective]) -> bool:
-    """Only reductions of reduced gradients can; their inputs lead back to an earlier wait."""
-    waits = {other.waits[0] for other in members}
-    pending, seen = [member.start], {member.start}
+def _needed_members(members: Sequence[Collective]) -> list[str]:
+    """Members whose results others need; of free collectives only all-reduces read reductions."""
+    if members[0].kind != "all_reduce":
+        return []
+    pending = [member.start for member in members]
+    seen: set[fx.Node] = set()
     while pending:
         inputs = set(pending.pop().all_input_nodes) - seen
-        if not inputs.isdisjoint(waits):
-            return True
         seen |= inputs
         pending += inputs
-    return False
+    return [member.name for member in members if member.waits[0] in seen]
 
 
 def _source(collective: Collective) -> fx.Node:

@@ -271,12 +271,29 @@ class _Reader:
             writes=writes,
         )
 
+    @cached_property
+    def _phase(self) -> Mapping[fx.Node, str]:
+        """Start -> barriers before it and free reductions that feed it, most on one path.
+
+        Collectives that differ in it depend on each other, or may through others: no bucket.
+        """
+        free = {c.start for c in self.collectives if c.free and c.kind != "all_gather"}
+        depth: dict[fx.Node, int] = {}
+        phases: dict[fx.Node, str] = {}
+        barriers = 0
+        for node in self.graph.nodes:
+            barriers += is_barrier(node)
+            depth[node] = max((depth[arg] for arg in node.all_input_nodes), default=0)
+            phases[node] = f"{barriers}.{depth[node]}"
+            depth[node] += node in free
+        return phases
+
     def _neutral(self, collective: Collective) -> FreeCollective:
         return FreeCollective(
             name=collective.name,
             wait=collective.waits[0].name,
             kind=collective.kind,
-            bucket_key=collective.bucket_key,
+            bucket_key=(*collective.bucket_key, self._phase[collective.start]),
             size_bytes=collective.size_bytes,
             input_bytes=collective.input_bytes,
             output_bytes=collective.output_bytes,

@@ -201,6 +201,8 @@ class _ListScheduler:
         return self._admissible(queue[0], link, index) if queue else None
 
     def _admissible(self, gather: FreeCollective, link: str, index: int) -> FreeCollective | None:
+        if self.windows.ready_at[gather.name] > index:
+            return None  # behind a barrier
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
         if self.latest_us[gather.name] + self.stalled_us - begin_us > self.prefetch_us:
             return None

@@ -22,7 +22,8 @@ class FreeCollective:
     Attributes:
         name: its start's task name; ``wait`` its wait's.
         kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
-        bucket_key: members of one bucket agree in it (kind, group, dtype, reduction).
+        bucket_key: members of one bucket agree in it (kind, group, dtype, reduction, and phase:
+            no barrier and no reduction of one's result stands between two of one phase).
         size_bytes: nccl-tests size (gathered output, scattered input, reduced buffer).
         input_bytes, output_bytes: of its tensors on this rank, padded.
         ranks: global ranks of its group.
@@ -109,7 +110,8 @@ class Windows:
     Attributes:
         first_use: gather -> index of the first fixed task that needs its result; the number of
             fixed tasks if only graph outputs do.
-        ready_at: reduction -> index of the fixed task before which it can start first.
+        ready_at: collective -> index of the fixed task before which it can start first; for a
+            gather 0, unless a barrier comes before it.
         needed: per fixed task, the gathers and reductions it needs first of all fixed tasks.
     """
 
@@ -135,7 +137,7 @@ def find_windows(program: Program) -> Windows:
         first_use.update(dict.fromkeys(collectives, index))
     ready: dict[str, int] = {}
     ready_at: dict[str, int] = {}
-    for collective in program.reductions:
+    for collective in program.collectives:
         ready_at[collective.name] = _ready_at(collective.name, tasks, position, ready)
     for collective in program.collectives:
         first_use.setdefault(collective.name, len(fixed))

@@ -85,6 +85,8 @@ def order_one_ahead(program: Program) -> list[str]:
         _start_reductions(ready.get(index, ()), in_flight, emitter)
         for name in windows.needed[index]:
             ahead = following.get(name)
+            if ahead is not None and windows.ready_at[ahead.name] > index:
+                ahead = None  # a barrier stands between
             if ahead is not None and not backward:
                 emitter.emit(name)
                 emitter.emit(ahead.name)
