@@ -67,8 +67,16 @@ def test_critical_path_is_seen_through_views() -> None:
         wait("s"),
         compute("slice", 0, "wait_s"),
         compute("b", 9, "slice"),
+        compute("c", 9, "b"),
     )
     assert reasons(case) == {"s": "on the critical path: it needs a, and b needs it"}
+
+
+def test_an_independent_neighbour_makes_no_critical_path() -> None:
+    case = schedule(compute("a", 9), start("s", 4, "a"), wait("s"), compute("b", 9))
+    assert reasons(case) == {
+        "s": "nothing runs between its start and its wait to hide its 4.0 us of communication"
+    }
 
 
 def test_window_too_short() -> None:
@@ -81,9 +89,11 @@ def test_window_too_short() -> None:
 
 
 def test_busy_communicator() -> None:
-    # s 9-15, t could have been hidden by b (9-14) but ran 15-19
+    # s 9-15, t could have been hidden by b (9-14) but ran 15-19; r was over at 1
     case = schedule(
+        start("r", 1),
         compute("a", 9),
+        wait("r"),
         start("s", 6),
         start("t", 4),
         compute("b", 5),

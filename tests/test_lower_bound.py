@@ -154,6 +154,23 @@ def test_contention_spares_bytes_before_the_first_compute() -> None:
     assert lower_bound(case).step_us == simulate(case).step_us == 14
 
 
+def test_contention_counts_latency_of_a_narrow_queue() -> None:
+    # 4 of latency and 2 of bytes beside compute at rate 1/2: 3 of the 10 are done by 6. A second
+    # class of collectives adds its own 6.
+    s, a = start("s", 6, wire_us=2), compute("a", 10)
+    case = schedule(s, a, wait("s"), contention=2)
+    assert lower_bound(case).relaxations["contention"] == simulate(case).step_us == 13
+    t = start("t", 6, wire_us=2, bucket_key=("other",))
+    case = schedule(s, t, a, wait("s"), wait("t"), contention=2)
+    assert lower_bound(case).relaxations["contention"] == simulate(case).step_us == 16
+
+
+def test_contention_leaves_out_compute_without_a_tail() -> None:
+    # a of 10 precedes a reduction of 4: 14. With b, which precedes nothing: 11 + 4 / 2.
+    case = schedule(compute("a", 10), start("s", 4, "a"), compute("b", 1), wait("s"), contention=2)
+    assert lower_bound(case).relaxations["contention"] == 14
+
+
 def test_contention_takes_the_busiest_link_and_the_idle_time() -> None:
     # Compute of 10 cannot begin before 4. Link p moves 4 + 3: the last 3 beside compute at rate
     # 1/2, so 1.5 are lost. The 6 of link q run at the same time and do not add to that.
