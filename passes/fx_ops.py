@@ -83,14 +83,39 @@ def is_barrier(node: fx.Node) -> bool:
     """True for an op that may communicate but is no functional collective of a known kind.
 
     Custom ops count when their schema takes a group or their name says that they communicate;
-    effectful ops (``with_effects``) always do, since what they do is unknown.
+    effectful ops (``with_effects``) always do, since what they do is unknown. Other higher-order
+    ops count when they call such an op, or one of the graphs they run holds any collective.
     """
     if is_start(node):
         return collective_kind(node) not in _KINDS.values()
     op = overload(node)
     if op is None:
-        return op_base_name(node) == "with_effects"
-    if op.namespace in _COMPUTE or is_wait(node):
+        return op_base_name(node) == "with_effects" or any(map(_communicates, _called(node)))
+    return not is_wait(node) and _may_communicate(op)
+
+
+def _called(node: fx.Node) -> list[object]:
+    """Ops and graphs among the arguments of a call: what a higher-order op runs."""
+    owner = node.graph.owning_module
+    called: list[object] = []
+    for value in node.args:
+        if isinstance(value, fx.Node) and value.op == "get_attr" and owner is not None:
+            called.append(getattr(owner, str(value.target), None))
+        else:
+            called.append(value)
+    return called
+
+
+def _communicates(called: object) -> bool:
+    if isinstance(called, fx.GraphModule):
+        return any(is_start(node) or is_barrier(node) for node in called.graph.nodes)
+    if not isinstance(called, OpOverload):
+        return False
+    return _may_communicate(cast("OpOverload[..., Any]", called))
+
+
+def _may_communicate(op: OpOverload[..., Any]) -> bool:
+    if op.namespace in _COMPUTE:
         return False
     takes_group = any(argument.name in _GROUP_ARGUMENTS for argument in op._schema.arguments)
     return takes_group or _COMMUNICATION_WORDS.search(op._opname) is not None
