@@ -1,7 +1,9 @@
 """Time collectives on the running process group: the measurements of a live calibration.
 
-Every rank must call `measure_collectives`; every rank gets the same list, the median over repeats
-of the slowest rank, so that all ranks fit the same cluster. A bounded number of sizes is measured.
+Every rank must call `measure_collectives`; every rank gets the same list, so that all ranks fit the
+same cluster. A time is that of the slowest rank in the least disturbed of a few rounds; a round
+visits every case once, so that a disturbance of the machine does not fall on one case alone. A
+bounded number of sizes is measured.
 The placement comes from the ranks' host names. Works with any backend that has the four functional
 collectives (gloo, NCCL). Refused (``ValueError``): no process group, a single rank, bad sizes, an
 unknown kind.
@@ -15,8 +17,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -25,14 +26,13 @@ import torch.distributed as dist
 from inductor_overlap.cost_model.calibrate import Measurement
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS, check_collective
 
-DEFAULT_SIZES = tuple(2**exponent for exponent in range(10, 27, 4))
-"""1 KiB to 64 MiB in steps of 16: five sizes a collective."""
-REPEATS = 7
-WARM_UPS = 2
+DEFAULT_SIZES = tuple(2**exponent for exponent in range(10, 27, 2))
+"""1 KiB to 64 MiB in steps of 4: nine sizes a collective."""
+ROUNDS = 5
 _ITEM_BYTES = 4
 
 Progress = Callable[[int, int], None]
-"""Called with (collectives done, all collectives) after each."""
+"""Called with (collectives done, all collectives) after each one."""
 
 
 def measure_collectives(
@@ -61,15 +61,22 @@ def measure_collectives(
     for kind in kinds:
         check_collective(kind, 1, 2)
     num_nodes, ranks_per_node = _placement()
-    measured: list[Measurement] = []
-    cases = [(kind, size) for kind in kinds for size in sizes_bytes]
-    for done, (kind, size_bytes) in enumerate(cases, start=1):
-        exact_bytes = _shared_size(size_bytes)
-        time_us = _slowest_us(kind, exact_bytes // _ITEM_BYTES, torch.device(device))
-        measured.append(Measurement(kind, exact_bytes, num_nodes, ranks_per_node, time_us))
+    cases = [(kind, _shared_size(size)) for kind in kinds for size in sizes_bytes]
+    total = ROUNDS * len(cases)
+    own_us = torch.zeros(ROUNDS, len(cases), dtype=torch.float64)
+    for done in range(total):
+        round_, case = divmod(done, len(cases))
+        kind, size_bytes = cases[case]
+        own_us[round_, case] = _time_us(kind, size_bytes // _ITEM_BYTES, torch.device(device))
         if progress is not None:
-            progress(done, len(cases))
-    return measured
+            progress(done + 1, total)
+    slowest_us = own_us.to(device)
+    dist.all_reduce(slowest_us, op=dist.ReduceOp.MAX)
+    least_us = slowest_us.amin(dim=0)
+    return [
+        Measurement(kind, size_bytes, num_nodes, ranks_per_node, float(time_us))
+        for (kind, size_bytes), time_us in zip(cases, least_us, strict=True)
+    ]
 
 
 def _placement() -> tuple[int, int]:
@@ -87,24 +94,16 @@ def _shared_size(size_bytes: int) -> int:
     return size_bytes // share * share
 
 
-def _slowest_us(kind: str, items: int, device: torch.device) -> float:
-    """Median over repeats of the slowest rank's time (us)."""
+def _time_us(kind: str, items: int, device: torch.device) -> float:
+    """Time (us) of one run on this rank, after one that warms up buffers and connections."""
     run = _collective(kind, items, device)
-    for _ in range(WARM_UPS):
-        run()
-    own = torch.tensor(list(_times_us(run, device)), dtype=torch.float64, device=device)
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
-    return median(float(value) for value in own)
-
-
-def _times_us(run: Callable[[], object], device: torch.device) -> Iterator[float]:
-    for _ in range(REPEATS):
-        dist.barrier()
-        _synchronise(device)
-        begin = time.perf_counter()
-        run()
-        _synchronise(device)
-        yield (time.perf_counter() - begin) * 1e6
+    run()
+    dist.barrier()
+    _synchronise(device)
+    begin = time.perf_counter()
+    run()
+    _synchronise(device)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def _synchronise(device: torch.device) -> None:

@@ -38,7 +38,7 @@ def test_all_ranks_measure_the_same_and_fit_the_same_cluster() -> None:
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     assert [(m.kind, m.size_bytes) for m in first] == [(k, s) for k in kinds for s in SIZES]
     assert {(m.num_nodes, m.ranks_per_node) for m in first} == {(1, 2)}
-    assert seen == [(i, 12) for i in range(1, 13)]
+    assert seen == [(i, 60) for i in range(1, 61)]
     fitted = calibrate(Cluster.preset("cpu-gloo"), first)
     largest = [m for m in first if m.size_bytes == SIZES[-1]]
     assert [predicted_us(fitted, m) for m in largest] == pytest.approx([m.time_us for m in largest])
