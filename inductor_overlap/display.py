@@ -21,7 +21,8 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_change(before: float, after: float) -> str:
-    """Relative change, ``"-12.5 %"``; empty if it is more than tenfold, or from nothing."""
+    """Relative change, ``"-12.5 %"`` or ``"same"``; empty if it is more than tenfold, or from nothing."""
     if before == 0.0 or after > 10.0 * before:
         return ""
-    return f"{(after / before - 1.0) * 100.0:+.1f} %"
+    percent = round((after / before - 1.0) * 100.0, 1)
+    return f"{percent:+.1f} %" if percent else "same"

@@ -74,8 +74,8 @@ def test_text(report: Report) -> None:
         "                             before        after",
         "  collectives                     2            1   -50.0 %",
         "  step (simulated)        10.000 ms     8.000 ms   -20.0 %",
-        "  compute                  6.000 ms     6.000 ms    +0.0 %",
-        "  communication            4.000 ms     4.000 ms    +0.0 %",
+        "  compute                  6.000 ms     6.000 ms      same",
+        "  communication            4.000 ms     4.000 ms      same",
         "  exposed                  4.000 ms     2.000 ms   -50.0 %",
         "  peak memory              1.00 GiB     1.50 GiB   +50.0 %",
         "  lower bound 8.000 ms, gap 0.0 %",
@@ -188,4 +188,5 @@ def test_sizes_for_people(value: float, text: str) -> None:
 
 def test_changes_for_people() -> None:
     assert format_change(200.0, 150.0) == "-25.0 %"
+    assert format_change(1e6, 1e6 - 1.0) == "same"
     assert format_change(0.0, 5.0) == format_change(1.0, 50.0) == ""
