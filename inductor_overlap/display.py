@@ -21,7 +21,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_change(before: float, after: float) -> str:
-    """Relative change, ``"-12.5 %"`` or ``"same"``; empty if it is more than tenfold, or from nothing."""
+    """Relative change: ``"-12.5 %"``, ``"same"``; empty if more than tenfold or from nothing."""
     if before == 0.0 or after > 10.0 * before:
         return ""
     percent = round((after / before - 1.0) * 100.0, 1)
