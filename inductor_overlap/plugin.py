@@ -57,7 +57,7 @@ def options(
     cost_model: CostModel | None = None,
     memory_limit_gb: float | None = None,
     reshard_after_forward: bool = True,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Inductor options that switch the plugin on for one compile: ``torch.compile(options=...)``.
 
     They hold for the backward graph too, which is compiled at the first backward call.
@@ -84,7 +84,7 @@ def options(
         "joint_custom_post_pass": ReshardParameters(settings),
         "post_grad_custom_post_pass": OverlapGraph(settings),
     }
-    result: dict[str, object] = {key: [*_others(current[key]), ours] for key, ours in hooks.items()}
+    result: dict[str, Any] = {key: [*_others(current[key]), ours] for key, ours in hooks.items()}
     result[_SCHEDULER_HOOK] = OverlapScheduler(settings, _other_scheduler_pass(current))
     result.update({key: False for key in _COMPETING_PASSES if key in current})
     return result
@@ -266,16 +266,25 @@ def _other_scheduler_pass(current: Mapping[str, Any]) -> Callable[[list[Any]], l
 
 
 def _current_config() -> dict[str, Any]:
+    """The values of the keys that we set, as far as this torch has them."""
     from torch._inductor import config
 
-    current = config.get_config_copy()
-    missing = [key for key in _KEYS if key not in current]
+    known = _known_options()
+    missing = [key for key in _KEYS if key not in known]
     if missing:
         raise PluginError(
             f"torch {torch.__version__} has no Inductor option {', '.join(missing)}, which "
             f"inductor_overlap needs; it supports torch 2.13 and 2.14"
         )
-    return current
+    # The copy holds copies of pass objects; other libraries' passes must stay the same objects.
+    wanted = [key for key in (*_KEYS, *_COMPETING_PASSES) if key in known]
+    return {key: getattr(config, key, known[key]) for key in wanted}
+
+
+def _known_options() -> dict[str, Any]:
+    from torch._inductor import config
+
+    return config.get_config_copy()
 
 
 def _set_config(values: Mapping[str, object]) -> None:
