@@ -63,7 +63,10 @@ def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> 
     starts = [program.schedule.by_name[member.name] for member in members]
     waits = [program.schedule.by_name[member.wait] for member in members]
     merged = _merged_collective(bucket, members)
-    fed_by_bucket = tuple(member.follows for member in members) in payloads
+    fed_by_bucket = tuple(member.follows for member in members) in payloads and all(
+        program.by_name[member.follows].wait in start.deps
+        for member, start in zip(members, starts, strict=True)
+    )
     pack, start, packed = _pack_and_start(program, merged, starts, fed_by_bucket)
     output = Buffer(f"{bucket.name}.output", merged.output_bytes)
     start = replace(start, writes=(output.name,))
