@@ -22,6 +22,7 @@ import torch
 import torch.fx as fx
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
+from inductor_overlap.passes.fx_ops import arguments
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -132,7 +133,7 @@ class _Merger:
 
     def _all_gather(self) -> MergedBucket:
         shards = [prod(member.input_shape) for member in self.members]
-        world = prod(self.members[0].output_shape) // max(1, shards[0])
+        world = self._group_size()
         packed = self._cat([self._reshape(source, [-1]) for source in self.sources], dim=0)
         pack = self._take()
         start = self._start(packed, [world * sum(shards)])
@@ -150,7 +151,7 @@ class _Merger:
 
     def _reduce_scatter(self) -> MergedBucket:
         shards = [prod(member.output_shape) for member in self.members]
-        world = prod(self.members[0].input_shape) // max(1, shards[0])
+        world = self._group_size()
         rows = [
             self._reshape(source, [world, shard])
             for source, shard in zip(self.sources, shards, strict=True)
@@ -180,6 +181,9 @@ class _Merger:
             self._replace(member, self._reshape(chunk, list(member.output_shape)))
             unpack[member.waits[0].name] = self._take()
         return MergedBucket(pack, start, wait, unpack)
+
+    def _group_size(self) -> int:
+        return int(arguments(self.members[0].start)["group_size"])
 
     def _start(self, packed: fx.Node, shape: Sequence[int]) -> fx.Node:
         like = self.members[0].start
