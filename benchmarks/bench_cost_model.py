@@ -23,9 +23,7 @@ from statistics import median
 from typing import TypeVar
 from unittest.mock import patch
 
-from torch._inductor import comm_analysis
-
-from benchmarks.cost_model_points import (
+from cost_model_points import (
     SIZE_BANDS,
     AttentionPoint,
     CollectivePoint,
@@ -34,6 +32,8 @@ from benchmarks.cost_model_points import (
     read_collectives,
     read_matmuls,
 )
+from torch._inductor import comm_analysis
+
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fit import fit_constants
 
