@@ -135,6 +135,23 @@ class Cluster:
             return curve.time_us(size_bytes, self._formula_us)
         return self._formula_us(kind, size_bytes, num_nodes, ranks_per_node)
 
+    def collective_error(
+        self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
+    ) -> float:
+        """Relative error to expect of `collective_us`: 0.1 is 10 %, the median of its kind.
+
+        From ``profiles/errors.toml``: predictions for machines that were not fitted, or of a
+        calibrated curve between its sizes.
+        """
+        check_collective(kind, num_nodes, ranks_per_node)
+        errors = read_table("errors")
+        if (kind, num_nodes, ranks_per_node) in self._curves:
+            return float(errors["calibrated"]["any_size"])
+        by_size = errors["single_node" if num_nodes == 1 else "multi_node"]
+        if size_bytes < 1e6:
+            return float(by_size["below_1_mb"])
+        return float(by_size["from_1_mb_to_32_mb" if size_bytes < 32e6 else "from_32_mb"])
+
     def _formula_us(
         self, kind: str, size_bytes: float, num_nodes: int, ranks_per_node: int
     ) -> float:

@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.curve import Curve
 
 pytestmark = pytest.mark.quick
 
@@ -137,3 +138,18 @@ def test_devices_are_recognised_by_their_runtime_name() -> None:
     assert Cluster.gpu_named("NVIDIA GB200") == "gb200"
     assert Cluster.gpu_named("NVIDIA A100-SXM4-40GB") == "a100-40gb"
     assert Cluster.gpu_named("Quadro") is None
+
+
+def test_errors_are_larger_for_small_sizes_and_across_nodes() -> None:
+    def error(size: int, num_nodes: int) -> float:
+        return H100.collective_error("all_gather", size, num_nodes=num_nodes, ranks_per_node=8)
+
+    assert error(2**29, 1) < error(2**23, 1) < error(2**10, 1)
+    assert error(2**29, 1) < error(2**29, 2) < error(2**10, 2)
+    curve = Curve("all_gather", 2, 8, (1024,), (50.0,))
+    calibrated = Cluster("h100", "ib-ndr-400x8", curves=(curve,))
+    found = calibrated.collective_error("all_gather", 2**10, num_nodes=2, ranks_per_node=8)
+    assert found < error(2**10, 2)
+    assert calibrated.collective_error("all_gather", 2**10, num_nodes=4, ranks_per_node=8) == error(
+        2**10, 4
+    )
