@@ -19,7 +19,6 @@ Views are looked through. Mutations (``copy_``) store. Anything unknown cannot f
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
@@ -233,7 +232,7 @@ def is_virtual(node: fx.Node) -> bool:
     kind = op_kind(node)
     if kind not in (OpKind.FUSIBLE, OpKind.GENERATOR):
         return False
-    readers = list(_readers(node))
+    readers = _readers(node)
     if not readers or any(op_kind(reader) not in _TAKES_FUSED for reader in readers):
         return False
     return kind is OpKind.GENERATOR or len(readers) == 1 or _fits_one_kernel(node, readers)
@@ -243,13 +242,17 @@ _TAKES_FUSED = (OpKind.FUSIBLE, OpKind.ABSORBING)
 _KERNELS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.MEMORY, OpKind.ABSORBING, OpKind.UNKNOWN)
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def _readers(node: fx.Node) -> list[fx.Node]:
     """Nodes that read the value of ``node``, views looked through."""
-    for user in node.users:
+    readers: list[fx.Node] = []
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
         if is_view(user):
-            yield from _readers(user)
+            pending.extend(user.users)
         else:
-            yield user
+            readers.append(user)
+    return readers
 
 
 def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:

@@ -86,6 +86,17 @@ def test_a_view_narrows_what_is_read() -> None:
     assert prices(graph) == {"relu": pytest.approx(H100.memory_us(MIB))}
 
 
+def test_a_long_chain_of_views_is_looked_through() -> None:
+    def flip(x: torch.Tensor) -> torch.Tensor:
+        x = x.relu()
+        for _ in range(1200):
+            x = x.t()
+        return x + 1
+
+    graph = trace(flip, (1024, 1024))
+    assert prices(graph) == {"add": pytest.approx(H100.memory_us(4 * MIB))}
+
+
 def test_gathers_touch_rows_and_not_the_table() -> None:
     def lookup(table: torch.Tensor) -> torch.Tensor:
         return table[torch.zeros(64, dtype=torch.long)]
