@@ -212,7 +212,14 @@ class OverlapGraph(_Identified, CustomGraphPass):
     """Post-grad graph: bucket and reorder, and report."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        report = overlap_and_report(graph, self.settings)
+        try:
+            report = overlap_and_report(graph, self.settings)
+        except ValueError:  # the user's to mend: the wrap list, the limit, the cost model
+            raise
+        except Exception:
+            # Plans are rehearsed on a copy, so the graph is as it was and compiles without us.
+            log.exception("planning failed, please report this; the graph is left as it was")
+            return
         if report.num_collectives_before == 0:
             return
         _REPORTS.append(report)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.fx as fx
@@ -20,6 +20,7 @@ from inductor_overlap.cost_model.fusion import is_fusible
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.sizes import numel_hint
+from inductor_overlap.cost_model.wire_time import least_us_per_byte
 from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
 from inductor_overlap.passes.collectives import Collective, find_collectives
 from inductor_overlap.passes.fx_ops import is_barrier, is_wait, written_inputs
@@ -231,26 +232,34 @@ class _Reader:
             duration_us=duration_us,
             wire_us=self._wire_us(collective, duration_us),
             queue=collective.group_name,
+            bucket_key=collective.bucket_key,
             deps=deps,
             reads=reads,
             writes=writes,
         )
 
     def _wire_us(self, collective: Collective, duration_us: float) -> float:
-        """What the bytes cost when merged with all others of the same key: rate of the whole."""
+        """What its bytes cost in the best company: the least rate any bucket of its key reaches."""
         if not collective.free:
             return duration_us
-        total_bytes = self._total_bytes[collective.bucket_key]
-        least_us = self.prices.collective_us(collective.kind, total_bytes, collective.ranks)
-        return min(duration_us, least_us * collective.size_bytes / max(1, total_bytes))
+        return min(duration_us, self._rates[collective.bucket_key] * collective.size_bytes)
 
     @cached_property
-    def _total_bytes(self) -> Mapping[tuple[str, ...], int]:
+    def _rates(self) -> Mapping[tuple[str, ...], float]:
+        """Bucket key -> least time (us) per byte of any bucket of its collectives."""
         totals: dict[tuple[str, ...], int] = defaultdict(int)
+        like: dict[tuple[str, ...], Collective] = {}
         for collective in self.collectives:
             if collective.free:
                 totals[collective.bucket_key] += collective.size_bytes
-        return totals
+                like[collective.bucket_key] = collective
+        return {
+            key: least_us_per_byte(partial(self._collective_us, like[key]), max(1, total_bytes))
+            for key, total_bytes in totals.items()
+        }
+
+    def _collective_us(self, like: Collective, size_bytes: int) -> float:
+        return self.prices.collective_us(like.kind, size_bytes, like.ranks)
 
     def _wait(
         self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
