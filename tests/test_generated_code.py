@@ -57,13 +57,16 @@ _SHORT = {
 }
 
 
+BEFORE_AFTER = ("before", "after")
+
+
 def is_kernel(word: str) -> bool:
     return word.startswith(("cpp_fused", "mm", "extern"))
 
 
 def is_packing(word: str) -> bool:
     """Kernels of ours: concatenating shards or gradients, copying gathered parameters out."""
-    return re.fullmatch(r"cpp_fused_(cat|clone|cat_view)_\d+", word) is not None
+    return re.fullmatch(r"cpp_fused_(\w+_)?cat_\w+|cpp_fused_clone_\d+", word) is not None
 
 
 def waited_at_once(code: str) -> list[bool]:
@@ -115,16 +118,24 @@ def test_collectives_are_merged(overlapped: dict[str, Any], only_resharded: dict
     for merged, single in zip(overlapped["codes"], only_resharded["codes"], strict=True):
         assert calls(single).count("ag") > 0
         assert calls(merged).count("ag") <= calls(single).count("ag")
-    report = overlapped["reports"][1]
-    assert report["num_collectives_after"] < report["num_collectives_before"]
+    before, after = (overlapped["reports"][1][when]["num_collectives"] for when in BEFORE_AFTER)
+    assert after < before
     words = calls(overlapped["codes"][1])
-    assert words.count("ag") + words.count("rs") == report["num_collectives_after"]
+    assert words.count("ag") + words.count("rs") == after
 
 
 def test_fusion_is_not_hindered(overlapped: dict[str, Any], only_resharded: dict[str, Any]) -> None:
-    for ours, theirs in zip(overlapped["codes"], only_resharded["codes"], strict=True):
+    """As many kernels as without, packing aside.
+
+    The reduction that makes the gradient of a norm's weight joins whatever kernel Inductor finds
+    for it; when it is packed, it may become a kernel of its own: at most one a scatter bucket.
+    """
+    pairs = zip(overlapped["codes"], only_resharded["codes"], strict=True)
+    for (ours, theirs), report in zip(pairs, overlapped["reports"], strict=True):
+        scatters = [b for b in report["plan"]["buckets"] if b["name"].startswith("reduce_scatter")]
         kernels = [word for word in calls(ours) if is_kernel(word) and not is_packing(word)]
-        assert len(kernels) == sum(is_kernel(word) for word in calls(theirs))
+        more = len(kernels) - sum(is_kernel(word) for word in calls(theirs))
+        assert 0 <= more <= len(scatters)
 
 
 def test_every_start_is_waited_for_once(overlapped: dict[str, Any]) -> None:
