@@ -50,14 +50,14 @@ class Deviation:
     weight: float
 
 
-def tiny_llama(num_heads: int = 4, dim: int = 32) -> Llama3:
-    """A two-block model whose vocabulary and feed-forward width do not divide by 4."""
+def tiny_llama(num_layers: int = 2) -> Llama3:
+    """A model whose vocabulary and feed-forward width do not divide by 4."""
     torch.manual_seed(7)
     config = Llama3Config(
-        dim=dim,
-        num_layers=2,
-        num_heads=num_heads,
-        num_kv_heads=num_heads // 2,
+        dim=32,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
         vocab_size=VOCAB_SIZE,
         ffn_dim=90,
         max_seq=SEQ,
