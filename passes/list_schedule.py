@@ -66,7 +66,7 @@ class _ListScheduler:
         self.end_us: dict[str, float] = {}
         self.in_flight: deque[FreeCollective] = deque()
         self.held_bytes = 0
-        self.profile = self._on_demand_profile()
+        self.profile, self.spikes = self._on_demand_profile()
         self.gathers = self._gather_queues()
         self.pending: dict[str, deque[FreeCollective]] = {link: deque() for link in self._links()}
         self.ready = self._ready_reductions()
@@ -106,17 +106,26 @@ class _ListScheduler:
             ready.setdefault(self.windows.ready_at[reduction.name], []).append(reduction)
         return ready
 
-    def _on_demand_profile(self) -> list[int]:
-        """Most live bytes around each fixed task when nothing is moved early or kept late."""
+    def _on_demand_profile(self) -> tuple[list[int], list[int]]:
+        """Most live bytes up to each fixed task when nothing is moved early or kept late.
+
+        The second list counts only reductions that end before that task: a gather that starts
+        early is live beside them too, though its first use comes after.
+        """
         ordered = self.program.schedule.reordered(order_on_demand(self.program))
         profile: list[int] = []
-        most = 0
+        spikes: list[int] = []
+        most, spike = 0, 0
         for task, live_bytes in zip(ordered.tasks, memory_profile(ordered), strict=True):
             most = max(most, live_bytes)
+            collective = self.program.by_wait.get(task.name)
+            if collective is not None and not collective.is_gather:
+                spike = most
             if task.name not in self.program.movable:
                 profile.append(most)
-                most = 0
-        return [*profile, most]
+                spikes.append(spike)
+                most, spike = 0, 0
+        return [*profile, most], [*spikes, spike]
 
     def _latest_starts(self) -> dict[str, float]:
         """Latest start of each gather that delays no compute, on a clock without stalls."""
@@ -211,7 +220,7 @@ class _ListScheduler:
     def _fits(self, gather: FreeCollective, index: int) -> bool:
         """Whether the gather's buffers fit from here to its first use, pending reductions kept."""
         use = self.windows.first_use[gather.name]
-        needed = _early_bytes(gather) + max(self.profile[index:use], default=0)
+        needed = _early_bytes(gather) + max([*self.profile[index:use], self.spikes[use]])
         while needed + self.held_bytes > self.limit_bytes and self._retire_finished():
             pass
         return needed + self.held_bytes <= self.limit_bytes

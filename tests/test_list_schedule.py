@@ -1,0 +1,144 @@
+"""The list scheduler on hand-computed programs: one link, gathers and scatters of 10 us each."""
+
+from __future__ import annotations
+
+import pytest
+from support.programs import free, program
+from support.schedules import compute, schedule, start, wait
+
+from inductor_overlap.cost_model.schedule import Buffer
+from inductor_overlap.cost_model.simulate import simulate
+from inductor_overlap.passes.list_schedule import list_schedule
+from inductor_overlap.passes.program import Program
+
+pytestmark = pytest.mark.quick
+
+
+def step_us(given: Program, order: list[str]) -> float:
+    ordered = given.with_order(order)
+    ordered.schedule.validate()
+    return simulate(ordered.schedule).step_us
+
+
+def two_layers() -> Program:
+    """g1 -> c1 -> c2 <- g2, everything 10 us; a gathered parameter is 100 bytes."""
+    buffers = (Buffer("w1", 100), Buffer("w2", 100), Buffer("x", 50, is_output=True))
+    tasks = (
+        start("g1", 10, writes=("w1",)),
+        wait("g1", reads=("w1",)),
+        compute("c1", 10, "wait_g1", reads=("w1",)),
+        start("g2", 10, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c2", 10, "c1", "wait_g2", reads=("w2",), writes=("x",)),
+    )
+    gathers = [free("g1", "all_gather", 100), free("g2", "all_gather", 100)]
+    return program(schedule(*tasks, buffers=buffers), gathers)
+
+
+def test_a_gather_is_hidden_behind_the_layer_before() -> None:
+    given = two_layers()
+    order = list_schedule(given)
+    assert order == ["g1", "wait_g1", "g2", "c1", "wait_g2", "c2"]
+    # g1 0-10 exposed, c1 10-20 beside g2 10-20, c2 20-30; on demand it is 40.
+    assert step_us(given, order) == 30
+    assert simulate(given.schedule).step_us == 40
+
+
+@pytest.mark.parametrize(("limit", "expected_us"), [(200, 30), (199, 40)])
+def test_a_gather_starts_early_only_within_the_limit(limit: int, expected_us: float) -> None:
+    """Beside c1 both parameters live: 200 bytes."""
+    given = two_layers()
+    order = list_schedule(given, memory_limit_bytes=limit)
+    assert step_us(given, order) == expected_us
+    assert simulate(given.with_order(order).schedule).peak_bytes <= limit
+
+
+def test_prefetch_window_holds_a_gather_back() -> None:
+    """g2's latest safe start is 0 on a clock without stalls: 10 us of window is enough, -1 not."""
+    given = two_layers()
+    assert step_us(given, list_schedule(given, prefetch_us=10)) == 30
+    assert step_us(given, list_schedule(given, prefetch_us=-20)) == 40
+
+
+def backward(gradient_bytes: int = 100) -> Program:
+    """c1 makes a gradient that r1 scatters; c2 needs g2; c3 follows."""
+    buffers = (
+        Buffer("grad", gradient_bytes),
+        Buffer("shard", 50, is_output=True),
+        Buffer("w2", 100),
+        Buffer("x", 10, is_output=True),
+    )
+    tasks = (
+        compute("c1", 10, writes=("grad",)),
+        start("r1", 10, "c1", reads=("grad",), writes=("shard",)),
+        wait("r1", reads=("grad", "shard")),
+        start("g2", 10, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c2", 10, "c1", "wait_g2", reads=("w2",)),
+        compute("c3", 10, "c2", writes=("x",)),
+    )
+    free_ones = [free("r1", "reduce_scatter", 100), free("g2", "all_gather", 100)]
+    return program(schedule(*tasks, buffers=buffers), free_ones)
+
+
+def test_a_scatter_is_hidden_and_its_wait_comes_last() -> None:
+    given = backward()
+    order = list_schedule(given)
+    # g2 beside c1, r1 beside c2: nothing is exposed; on demand it is 50.
+    assert step_us(given, order) == 30
+    assert order.index("g2") < order.index("c1")
+    assert order.index("c3") < order.index("wait_r1")
+
+
+def test_a_gather_that_compute_is_about_to_need_goes_before_a_pending_scatter() -> None:
+    """The queue is empty when both could start; the scatter first would delay c2 by 10 us."""
+    buffers = (Buffer("grad", 100), Buffer("shard", 50, is_output=True), Buffer("w2", 100))
+    tasks = (
+        compute("c0", 10, writes=("grad",)),
+        start("r1", 10, "c0", reads=("grad",), writes=("shard",)),
+        wait("r1", reads=("grad", "shard")),
+        compute("c1", 10, "c0"),
+        start("g2", 10, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c2", 20, "c1", "wait_g2", reads=("w2",)),
+    )
+    free_ones = [free("r1", "reduce_scatter", 100), free("g2", "all_gather", 100)]
+    given = program(schedule(*tasks, buffers=buffers), free_ones)
+    # A window of 0 us keeps g2 from starting at 0, so it meets r1 at 10.
+    order = list_schedule(given, prefetch_us=0)
+    assert order.index("g2") < order.index("r1")
+    assert step_us(given, order) == 40
+
+
+def test_a_scatter_is_waited_for_early_when_memory_is_short() -> None:
+    """Beside c2 live: grad 100, shard 50, w2 100. Below that the scatter ends before c2."""
+    given = backward()
+    order = list_schedule(given, memory_limit_bytes=249)
+    assert order.index("wait_r1") < order.index("c2")
+    assert simulate(given.with_order(order).schedule).peak_bytes <= 249
+
+
+def test_the_issue_order_is_kept() -> None:
+    given = two_layers()
+    order = list_schedule(given, issue_order=["g1", "g2"])
+    assert [name for name in order if name in ("g1", "g2")] == ["g1", "g2"]
+    assert step_us(given, order) == 30
+
+
+def test_fixed_collectives_occupy_their_link() -> None:
+    """A critical-path all-reduce keeps its place; the gather behind it is started early enough."""
+    tasks = (
+        compute("c1", 10),
+        start("ar", 10, "c1"),
+        wait("ar"),
+        compute("c2", 10, "wait_ar"),
+        start("g3", 10),
+        wait("g3"),
+        compute("c3", 10, "c2", "wait_g3"),
+    )
+    given = program(schedule(*tasks), [free("g3", "all_gather", 100)])
+    order = list_schedule(given)
+    fixed = [name for name in order if name not in ("g3", "wait_g3")]
+    assert fixed == ["c1", "ar", "wait_ar", "c2", "c3"]
+    # c1 10, ar exposed 10, c2 10, c3 10; g3 hidden: 40 instead of 50.
+    assert step_us(given, order) == 40
