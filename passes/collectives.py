@@ -65,7 +65,8 @@ class Collective:
         free: it may move; ``why_fixed`` says why it may not.
         input_position: position of the parameter among the parameters, by first use; payload order
             inside a bucket.
-        head: chain from the graph input (excluded) to the start (excluded), gathers only.
+        head: chain from the graph input (excluded) to the start (excluded), gathers only, without
+            ``shared_head``, its first nodes, if others read them too.
         pack: nodes that merge the inputs of a bucket, between head and start.
         unpack: nodes that take the result of a gathered bucket apart.
         tail: chain from the wait (excluded) to the graph output, reductions only.
@@ -94,6 +95,7 @@ class Collective:
     pack: tuple[fx.Node, ...] = ()
     unpack: tuple[fx.Node, ...] = ()
     head: tuple[fx.Node, ...] = ()
+    shared_head: tuple[fx.Node, ...] = ()
     tail: tuple[fx.Node, ...] = ()
     follows: str = ""
 
@@ -137,7 +139,7 @@ def _describe(
     output = _single_tensor(start)
     kind = collective_kind(start)
     pack = _pack(start)
-    head, root = _head(start, pack) if kind == "all_gather" else ((), None)
+    head, shared, root = _head(start, pack) if kind == "all_gather" else ((), (), None)
     tail, ends_in_output = _tail(waits)
     follows = _followed_reduction(start, found)
     why_fixed = _why_fixed(start, kind, waits, source, root, written, ends_in_output)
@@ -165,6 +167,7 @@ def _describe(
         pack=pack,
         unpack=_unpack(waits) if kind == "all_gather" else (),
         head=head if not why_fixed else (),
+        shared_head=shared if not why_fixed else (),
         tail=tail if not why_fixed and kind != "all_gather" else (),
         follows=follows,
     )
@@ -229,33 +232,38 @@ def _unpack(waits: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(unpack)
 
 
-def _head(start: fx.Node, pack: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
-    """The unary chains that feed ``start`` and a graph input they begin at, or None.
+def _head(
+    start: fx.Node, pack: Sequence[fx.Node]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], fx.Node | None]:
+    """The unary chains that feed ``start``: own nodes, shared nodes, and a graph input or None.
 
     One chain for a single gather, one per member for a bucket. A chain node with other users is
-    shared: the chain is still unary, but that node and what comes before it stay where they are.
+    shared, and so is what comes before it: the chain is still unary.
     """
     ends = [arg for node in pack for arg in _tensor_inputs(node) if arg not in pack]
-    head: list[fx.Node] = []
+    head: dict[fx.Node, None] = {}
+    shared: dict[fx.Node, None] = {}
     root: fx.Node | None = None
     for node in ends if pack else _tensor_inputs(start):
-        chain, root = _chain(node)
+        chain, num_shared, root = _chain(node)
         if root is None:
-            return (), None
-        head += [link for link in chain if link not in head]
-    return tuple(head), root
+            return (), (), None
+        shared.update(dict.fromkeys(chain[:num_shared]))
+        head.update(dict.fromkeys(chain[num_shared:]))
+    return tuple(head), tuple(shared), root
 
 
-def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+def _chain(node: fx.Node) -> tuple[list[fx.Node], int, fx.Node | None]:
+    """The chain that ends in ``node``, in order, how many of it are shared, and its input."""
     links: list[fx.Node] = []
     while node.op != "placeholder":
         inputs = node.all_input_nodes
         if len(inputs) != 1 or not is_pure_compute(node):
-            return [], None
+            return [], 0, None
         links.append(node)
         node = inputs[0]
-    shared = next((i for i, link in enumerate(links) if len(link.users) > 1), len(links))
-    return links[:shared][::-1], node
+    own = next((i for i, link in enumerate(links) if len(link.users) > 1), len(links))
+    return links[::-1], len(links) - own, node
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -3,7 +3,8 @@
 Every node that computes becomes one task, with two exceptions that keep plans equal on all ranks:
 the chain that prepares a shard for its gather (cast, pad) is one task, and so is the chain that
 finishes a reduced gradient (unpad, cast). Their nodes and local shapes may differ between ranks
-when shards are uneven, so both are priced from the padded shapes of the collective.
+when shards are uneven, so both are priced from the padded shapes of the collective; so are chain
+nodes that several gathers share, and sums of reduced gradients.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from functools import cached_property, partial
 import torch
 import torch.fx as fx
 
-from inductor_overlap.cost_model.fusion import is_fusible
+from inductor_overlap.cost_model.fusion import is_fusible, is_virtual
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.cost_model.wire_time import least_us_per_byte
 from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
-from inductor_overlap.passes.collectives import Collective, find_collectives
-from inductor_overlap.passes.fx_ops import is_barrier, is_wait, written_inputs
+from inductor_overlap.passes.collectives import BUCKET, Collective, find_collectives
+from inductor_overlap.passes.fx_ops import is_barrier, is_wait, op_base_name, written_inputs
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import Storages, is_alias, viewed
 
@@ -119,11 +120,11 @@ class _Reader:
 
     @cached_property
     def chains(self) -> Mapping[str, int]:
-        """Preparing and finishing tasks -> bytes they write: those of a cast, else 0 (a view).
+        """Tasks on uneven shards -> bytes they write: those of a cast or sum, else 0 (a view).
 
         Padding and unpadding are left out, since only some ranks do them; sizes are padded.
         """
-        chains: dict[str, int] = {}
+        chains = self._shared_heads() | self._sums()
         for collective in self.collectives:
             if collective.head:
                 casts = _dtypes(collective.head) != {collective.dtype}
@@ -136,6 +137,33 @@ class _Reader:
                 chains[f"{collective.name}.finish"] = numel_hint(value) * itemsize
         return chains
 
+    def _shared_heads(self) -> dict[str, int]:
+        """Nodes that several gathers, or a gather and others, have in front of them."""
+        written: dict[str, int] = {}
+        for collective in self.collectives:
+            numel = collective.input_bytes // collective.dtype.itemsize
+            for node in collective.shared_head:
+                casts = len(_dtypes([node])) > 1
+                written[node.name] = numel * node.meta["val"].dtype.itemsize if casts else 0
+        return written
+
+    def _sums(self) -> dict[str, int]:
+        """What follows the sum of several reduced gradients, up to the outputs."""
+        numel: dict[fx.Node, int] = {}
+        written: dict[str, int] = {}
+        for collective in self.collectives:
+            if collective.free and collective.kind != "all_gather":
+                numel[collective.waits[0]] = numel_hint(collective.waits[0].meta["val"])
+        for node in self.graph.nodes if numel else ():
+            parts = [numel[arg] for arg in node.all_input_nodes if arg in numel]
+            if not parts or node in numel or node in self.by_start or node.op == "output":
+                continue
+            numel[node] = sum(parts) if op_base_name(node) == "cat" else max(parts)
+            if self.task_of[node] == node.name and BUCKET not in node.meta:
+                stored = not is_alias(node) and not is_virtual(node)
+                written[node.name] = numel[node] * node.meta["val"].dtype.itemsize * stored
+        return written
+
     def _movable(self) -> set[str]:
         """Starts, waits, preparing and finishing tasks, and all that only finishes gradients."""
         movable: set[str] = set()
@@ -143,7 +171,8 @@ class _Reader:
             if not collective.free:
                 continue
             movable |= {collective.name, collective.waits[0].name}
-            parts = (*collective.head, *collective.pack, *collective.unpack, *collective.tail)
+            heads = (*collective.shared_head, *collective.head)
+            parts = (*heads, *collective.pack, *collective.unpack, *collective.tail)
             movable |= {self.task_of[node] for node in parts}
             if collective.kind != "all_gather":
                 movable |= {self.task_of[node] for node in _reached(collective.waits[0])}
