@@ -22,6 +22,7 @@ from inductor_overlap.passes.auto_wrap import (
     DEFAULT_HEADROOM,
     INPUT_ORDER,
     Choice,
+    MemoryLimitError,
     Policy,
     Ranking,
     rank_choices,
@@ -91,6 +92,11 @@ def overlap_graph(
             after = simulate(final.program.schedule)
             warnings += choice.notes
             return _outcome(source, final, before, after, choice.plan, moved, limit, warnings)
+    if before.peak_bytes > limits[-1]:
+        raise MemoryLimitError(
+            f"the graph peaks at {before.peak_bytes} bytes, the limit is {limits[-1]:.0f}, and "
+            f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb"
+        )
     return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], warnings)
 
 
@@ -133,7 +139,7 @@ def _is_planned(source: GraphProgram) -> bool:
 
 
 def _why_refused(result: Timeline, before: Timeline, limit_bytes: float) -> str:
-    if result.step_us > before.step_us:
+    if result.step_us > before.step_us and before.peak_bytes <= limit_bytes:
         return f"its graph takes {result.step_us:.1f} us, the input {before.step_us:.1f} us"
     if result.peak_bytes > limit_bytes:
         return f"its graph peaks at {result.peak_bytes} bytes, the limit is {limit_bytes:.0f}"
