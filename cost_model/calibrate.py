@@ -46,6 +46,7 @@ NETWORK_CONSTANTS = (
     "network_base_us",
     "network_hop_us",
     "network_simple_us",
+    "ring_step_us",
     "network_fill_us",
     "buffer_us",
     "network_message_us",

@@ -48,6 +48,8 @@ class LinkConstants(NamedTuple):
         local_simple_us: the same, Simple protocol.
         network_hop_us: one step between nodes, LL protocol.
         network_simple_us: the same, Simple protocol.
+        ring_step_us: what a step inside a node costs more in a ring that crosses nodes, where it
+            waits for the proxies of the network (Simple protocol).
         ll_share: bandwidth share the LL protocol keeps.
         fill_us: fill time of the channels inside a node: the ramp to the plateau.
         network_fill_us: the same across nodes.
@@ -70,6 +72,7 @@ class LinkConstants(NamedTuple):
     local_simple_us: float
     network_hop_us: float
     network_simple_us: float
+    ring_step_us: float
     ll_share: float
     fill_us: float
     network_fill_us: float
@@ -132,10 +135,13 @@ def _ring(passes: int, across_nodes: bool, several_local: bool) -> list[sp.Expr]
         stages.append(_us(volume, _C["node_gb_per_s"]))
     wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
     steps = passes * N * (G - 1), passes * (N - 1)
+    simple_us = _hops(*steps, simple=True)
+    if across_nodes:
+        simple_us += steps[0] * _C["ring_step_us"]
     base = _base(across_nodes)
     return [
         base + _hops(*steps, simple=False) + wire / _C["ll_share"],
-        base + _hops(*steps, simple=True) + wire + 2 * _root(_fill(across_nodes) * wire),
+        base + simple_us + wire + 2 * _root(_fill(across_nodes) * wire),
     ]
 
 

@@ -19,7 +19,7 @@ import torch
 OUTLIER = 0.06
 """Residual (6 %) from which on a point counts linearly."""
 PRIOR_WEIGHT = 0.02
-"""Residual that moving a constant by a factor e adds."""
+"""Residual that moving a constant by a factor e adds, unless the caller says otherwise."""
 LARGEST_FACTOR = 12.0
 """No constant moves further than this factor from its start."""
 _STEP = 1e-4
@@ -34,6 +34,7 @@ def fit_constants(
     *,
     upper: Mapping[str, float] | None = None,
     weights: Sequence[float] | None = None,
+    prior_weight: float = PRIOR_WEIGHT,
     max_iterations: int = 25,
 ) -> dict[str, float]:
     """The constants for which ``predict`` comes closest to ``measured_us``.
@@ -44,13 +45,14 @@ def fit_constants(
         start: constants to fit and their first values.
         upper: largest value of some of them (a share of a peak, say, is at most 1).
         weights: weight of each point; 1 unless given.
+        prior_weight: residual that moving a constant by a factor e adds: the pull to its start.
         max_iterations: bound on accepted and refused steps together.
 
     Raises:
         ValueError: a measured time or a start is not positive, or nothing was measured.
     """
     _check(measured_us, start)
-    problem = _Problem(predict, measured_us, start, upper or {}, weights)
+    problem = _Problem(predict, measured_us, start, upper or {}, weights, prior_weight)
     x = torch.zeros(len(start), dtype=torch.float64)
     residual = problem.residual(x)
     damping = 1e-2
@@ -89,7 +91,9 @@ class _Problem:
         start: Mapping[str, float],
         upper: Mapping[str, float],
         weights: Sequence[float] | None,
+        prior_weight: float,
     ) -> None:
+        self.prior_weight = prior_weight
         self.predict = predict
         self.names = list(start)
         self.start = start
@@ -114,7 +118,7 @@ class _Problem:
         error = (predicted.log() - self.log_measured) / OUTLIER
         # Pseudo-Huber: square of the residual for small errors, its absolute value for large ones.
         robust = torch.sign(error) * (2 * ((1 + error**2).sqrt() - 1)).sqrt() * OUTLIER
-        return torch.cat([robust * self.weights, PRIOR_WEIGHT * x])
+        return torch.cat([robust * self.weights, self.prior_weight * x])
 
     def jacobian(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         columns: list[torch.Tensor] = []

@@ -28,6 +28,7 @@ PLAIN = LinkConstants(
     local_simple_us=2,
     network_hop_us=5,
     network_simple_us=20,
+    ring_step_us=0,
     ll_share=0.001,
     fill_us=0,
     network_fill_us=0,
@@ -69,6 +70,13 @@ def test_ring_across_nodes_runs_at_the_slower_of_nic_and_nvlink() -> None:
     # 2 nodes of 4: 7 MB at the node's 50 GB/s = 140 us, copy 5 us; 6 local steps, 1 between nodes.
     expected = 110 + 140 + 5 + 6 * 2 + 20
     assert collective_us("all_gather", 8 * MB, 2, 4, PLAIN) == pytest.approx(expected)
+
+
+def test_steps_inside_a_node_cost_more_in_a_ring_that_crosses_nodes() -> None:
+    waiting = PLAIN._replace(ring_step_us=6)
+    expected = 110 + 140 + 5 + 6 * (2 + 6) + 20
+    assert collective_us("all_gather", 8 * MB, 2, 4, waiting) == pytest.approx(expected)
+    assert collective_us("all_gather", 8 * MB, 1, 8, waiting) == pytest.approx(99)
 
 
 def test_one_rank_per_node_never_touches_nvlink() -> None:
