@@ -14,8 +14,9 @@ speed. What each expression says, for n = N g ranks:
   the latency does not grow with ranks; across nodes it takes the place of the chain of the tree.
 * all-to-all: n-1 messages of S/n bytes; what leaves the node shares the GPU's NIC.
 
-A pipeline of k chunks through stages that cost f in all takes ``(1 + f k / wire)(f + wire) / ...``;
-with the best k that is ``f + wire + 2 sqrt(f wire)``: the square root is the ramp to the plateau.
+A pipeline of k chunks takes ``(wire + k c) + (wire + k c) d / k`` for a cost c of each chunk in
+each of d stages; with the best k that is ``wire + d c + 2 sqrt(wire d c)``: the square root is the
+ramp to the plateau.
 The LL protocol (a flag in every word) has a cheap step and part of the bandwidth, Simple the
 reverse; the least of all algorithms and protocols is the time.
 
