@@ -31,7 +31,8 @@ def overlapped(cache_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def only_resharded(cache_dir: Path) -> dict[str, Any]:
-    return compile_llama(cache_dir, options={**OPTIONS, "wrap": "none"})
+    options = {**OPTIONS, "wrap": "none"}
+    return compile_llama(cache_dir, options=options, torch_logs="+inductor_overlap")
 
 
 def calls(code: str) -> list[str]:
@@ -112,6 +113,14 @@ def test_the_unscheduled_order_is_different(only_resharded: dict[str, Any]) -> N
     """Without reordering every gather is waited for at once: the tests above can fail."""
     words = calls(only_resharded["codes"][0])
     assert all(later == "wait" for word, later in pairwise(words) if word == "ag")
+
+
+def test_torch_logs_print_the_report_of_each_graph(
+    overlapped: dict[str, Any], only_resharded: dict[str, Any]
+) -> None:
+    for name in ("forward", "backward"):
+        assert f"inductor-overlap: {name}" in only_resharded["stderr"]
+        assert f"inductor-overlap: {name}" not in overlapped["stderr"]
 
 
 def test_collectives_are_merged(overlapped: dict[str, Any], only_resharded: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ def compile_llama(
     options: dict[str, Any] | None = None,
     fx_cache: bool = True,
     hash_seed: int = 0,
+    torch_logs: str = "",
 ) -> dict[str, Any]:
-    """Generated code (forward, backward), cache counters and reports of one fresh process."""
+    """Generated code (forward, backward), cache counters, reports, stderr of one fresh process."""
     job = {"rank": rank, "options": options, "fx_cache": fx_cache}
     environment = {
         **os.environ,
@@ -34,6 +35,7 @@ def compile_llama(
         "PYTHONHASHSEED": str(hash_seed),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         "OMP_NUM_THREADS": "1",
+        "TORCH_LOGS": torch_logs,
     }
     with tempfile.TemporaryDirectory() as folder:
         out, request = Path(folder, "out.json"), Path(folder, "job.json")
@@ -47,7 +49,7 @@ def compile_llama(
             timeout=400,
         )
         assert done.returncode == 0, done.stderr[-8000:]
-        return json.loads(out.read_text())
+        return {**json.loads(out.read_text()), "stderr": done.stderr}
 
 
 def main(out: str, request: str) -> None:
