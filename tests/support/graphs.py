@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from inductor_overlap.cost_model.fusion import OpKind, is_virtual, op_kind
 from inductor_overlap.cost_model.schedule import Machine
@@ -28,9 +29,13 @@ torch.library.impl("overlap_tests::peer_send", "CompositeExplicitAutograd")(
 )
 # A compute op that writes its input.
 torch.library.define("overlap_tests::scale_", "(Tensor(a!) x) -> ()")
-torch.library.impl("overlap_tests::scale_", "CompositeExplicitAutograd")(
-    lambda x: None if x.mul_(2) is None else None
-)
+
+
+def _scale(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+torch.library.impl("overlap_tests::scale_", "CompositeExplicitAutograd")(_scale)
 peer_send = torch.ops.overlap_tests.peer_send.default
 scale_ = torch.ops.overlap_tests.scale_.default
 
@@ -82,7 +87,7 @@ class GraphBuilder:
     def __init__(self, group_size: int = 4) -> None:
         self.graph = fx.Graph()
         self.group_size = group_size
-        self._mode = FakeTensorMode()
+        self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._parameters = 0
         self._module = torch.nn.Module()
 
@@ -95,21 +100,17 @@ class GraphBuilder:
         self._parameters += 1
         return node
 
-    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    def input(self, name: str, *shape: Any, dtype: torch.dtype = torch.float32) -> fx.Node:
         """A graph input; of a backward graph if a name of the graph starts with "tangents_"."""
         node = self.graph.placeholder(name)
         with self._mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
-    def symbolic_input(self, name: str, *shape: Any, dtype: torch.dtype = torch.float32) -> fx.Node:
-        """A graph input whose ``shape`` may hold SymInts (they bring their own fake mode)."""
-        node = self.graph.placeholder(name)
-        env = next(size.node.shape_env for size in shape if isinstance(size, torch.SymInt))
-        self._mode = FakeTensorMode(shape_env=env)
-        with self._mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
+    def dynamic_size(self, hint: int) -> Any:
+        """A SymInt with a hint, for the shapes of inputs."""
+        context = StatelessSymbolicContext([DimDynamic.DYNAMIC])  # pyright: ignore
+        return self._mode.from_tensor(torch.empty(hint), symbolic_context=context).shape[0]
 
     def call(
         self, target: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any

@@ -48,6 +48,14 @@ class Parameter:
     gradient: str
     early_gather: bool
 
+    @property
+    def whole_rows(self) -> int:
+        """``rows``, but even shards where compute other than casts and pads reads the shard.
+
+        What such compute costs depends on the local shard, so uneven shards cannot price alike.
+        """
+        return ROWS if self.computed or self.mutated else self.rows
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -150,7 +158,7 @@ class _Writer:
         return next(g.index(self.rank) for g in GROUPS[parameter.group] if self.rank in g)
 
     def _shard(self, index: int, parameter: Parameter) -> fx.Node:
-        rows, _ = shard_rows(parameter.rows, self._size(parameter), self._position(parameter))
+        rows, _ = shard_rows(parameter.whole_rows, self._size(parameter), self._position(parameter))
         name = f"layers.{index % 3}.w{index}"
         return self.b.parameter(name, rows, WIDTH, dtype=parameter.dtype)
 
@@ -159,7 +167,7 @@ class _Writer:
     def _gather(self, index: int) -> None:
         b, p = self.b, self.recipe.parameters[index]
         shard = self.shards[index]
-        _, padded = shard_rows(p.rows, self._size(p), self._position(p))
+        _, padded = shard_rows(p.whole_rows, self._size(p), self._position(p))
         if p.cast and p.dtype != torch.bfloat16:
             shard = b.cast(shard, torch.bfloat16)
         shard = b.pad_rows(shard, padded)
@@ -175,7 +183,7 @@ class _Writer:
     def _wait_gather(self, index: int) -> fx.Node:
         node, waited = self.gathers[index]
         if not waited:
-            node = self.b.first_rows(self.b.wait(node), self.recipe.parameters[index].rows)
+            node = self.b.first_rows(self.b.wait(node), self.recipe.parameters[index].whole_rows)
             self.gathers[index] = (node, True)
         return node
 
@@ -196,8 +204,8 @@ class _Writer:
 
     def _grad(self, index: int) -> None:
         b, p = self.b, self.recipe.parameters[index]
-        grad = b.call(aten.slice.Tensor, b.mm(b.transpose(self.x), self.x), 0, 0, p.rows)
-        _, padded = shard_rows(p.rows, self._size(p), 0)
+        grad = b.call(aten.slice.Tensor, b.mm(b.transpose(self.x), self.x), 0, 0, p.whole_rows)
+        _, padded = shard_rows(p.whole_rows, self._size(p), 0)
         full = b.pad_rows(grad, padded * self._size(p))
         if p.gradient == "cast":
             full = b.cast(full, torch.bfloat16)
@@ -212,7 +220,7 @@ class _Writer:
 
     def _finish_gradients(self, index: int) -> None:
         b, p = self.b, self.recipe.parameters[index]
-        rows, _ = shard_rows(p.rows, self._size(p), self._position(p))
+        rows, _ = shard_rows(p.whole_rows, self._size(p), self._position(p))
         parts = [b.first_rows(result, rows) for result in self.gradients[index]]
         total = parts[0]
         for part in parts[1:]:
