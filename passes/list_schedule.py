@@ -66,7 +66,7 @@ class _ListScheduler:
         self.end_us: dict[str, float] = {}
         self.in_flight: deque[FreeCollective] = deque()
         self.held_bytes = 0
-        self.profile, self.spikes = self._on_demand_profile()
+        self.profile, self.spikes, self.rest = self._on_demand_profile()
         self.gathers = self._gather_queues()
         self.pending: dict[str, deque[FreeCollective]] = {link: deque() for link in self._links()}
         self.ready = self._ready_reductions()
@@ -106,26 +106,29 @@ class _ListScheduler:
             ready.setdefault(self.windows.ready_at[reduction.name], []).append(reduction)
         return ready
 
-    def _on_demand_profile(self) -> tuple[list[int], list[int]]:
-        """Most live bytes up to each fixed task when nothing is moved early or kept late.
+    def _on_demand_profile(self) -> tuple[list[int], list[int], list[int]]:
+        """Most live bytes before and in each fixed task when nothing is early and nothing late.
 
-        The second list counts only reductions that end before that task: a gather that starts
-        early is live beside them too, though its first use comes after.
+        The second list counts only the reductions that end before the task: a gather that starts
+        early is live beside them too, though its first use comes after. The third leaves them
+        out: what they hold is counted by ``held_bytes`` once they are ready.
         """
         ordered = self.program.schedule.reordered(order_on_demand(self.program))
         profile: list[int] = []
         spikes: list[int] = []
-        most, spike = 0, 0
+        rest: list[int] = []
+        spike, after = 0, 0
         for task, live_bytes in zip(ordered.tasks, memory_profile(ordered), strict=True):
-            most = max(most, live_bytes)
+            after = max(after, live_bytes)
             collective = self.program.by_wait.get(task.name)
             if collective is not None and not collective.is_gather:
-                spike = most
+                spike, after = max(spike, after), 0
             if task.name not in self.program.movable:
-                profile.append(most)
+                profile.append(max(spike, after))
                 spikes.append(spike)
-                most, spike = 0, 0
-        return [*profile, most], [*spikes, spike]
+                rest.append(after)
+                spike, after = 0, 0
+        return [*profile, max(spike, after)], [*spikes, spike], [*rest, after]
 
     def _latest_starts(self) -> dict[str, float]:
         """Latest start of each gather that delays no compute, on a clock without stalls."""
@@ -220,7 +223,10 @@ class _ListScheduler:
     def _fits(self, gather: FreeCollective, index: int) -> bool:
         """Whether the gather's buffers fit from here to its first use, pending reductions kept."""
         use = self.windows.first_use[gather.name]
-        needed = _early_bytes(gather) + max([*self.profile[index:use], self.spikes[use]])
+        now = self.rest[index] if index < use else 0
+        needed = _early_bytes(gather) + max(
+            [now, *self.profile[index + 1 : use], self.spikes[use] if index < use else 0]
+        )
         while needed + self.held_bytes > self.limit_bytes and self._retire_finished():
             pass
         return needed + self.held_bytes <= self.limit_bytes
@@ -241,6 +247,7 @@ class _ListScheduler:
 
     def _reserve(self, begin: int, end: int, size_bytes: int) -> None:
         self.profile[begin:end] = [live + size_bytes for live in self.profile[begin:end]]
+        self.rest[begin:end] = [live + size_bytes for live in self.rest[begin:end]]
 
     def _wait(self, collective: FreeCollective) -> None:
         if collective.wait in self.emitter:
@@ -255,7 +262,7 @@ class _ListScheduler:
 
     def _retire_for_memory(self, index: int) -> None:
         """Wait for the oldest reductions until the task and those still pending fit."""
-        while self.profile[index] + self.held_bytes > self.limit_bytes:
+        while self.rest[index] + self.held_bytes > self.limit_bytes:
             if not self.in_flight and not self._start_oldest_pending():
                 return
             self._wait(self.in_flight[0])
