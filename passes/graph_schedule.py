@@ -158,8 +158,11 @@ class _Reader:
             parts = [numel[arg] for arg in node.all_input_nodes if arg in numel]
             if not parts or node in numel or node in self.by_start or node.op == "output":
                 continue
+            if BUCKET in node.meta:  # a member of a bucket, padded
+                numel[node] = _numel_or_none(node) or max(parts)
+                continue
             numel[node] = sum(parts) if op_base_name(node) == "cat" else max(parts)
-            if self.task_of[node] == node.name and BUCKET not in node.meta:
+            if self.task_of[node] == node.name:
                 stored = not is_alias(node) and not is_virtual(node)
                 written[node.name] = numel[node] * node.meta["val"].dtype.itemsize * stored
         return written
@@ -384,6 +387,11 @@ def _reached(node: fx.Node) -> set[fx.Node]:
             reached.add(current)
             pending += [user for user in current.users if user.op != "output"]
     return reached
+
+
+def _numel_or_none(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return numel_hint(value) if isinstance(value, torch.Tensor) else None
 
 
 def _only_fused_readers(wait: fx.Node) -> bool:
