@@ -71,8 +71,8 @@ class ManualWrap:
         keys: dict[str, str] = {}
         for index, entry in enumerate(self.entries):
             matches = _matches(entry, (name for name, _ in named if name is not None))
-            if not matches and require_match:
-                raise WrapError(_no_match(entry, [name for name, _ in named if name]))
+            if require_match:
+                _require_matches(entry, [name for name, _ in named if name])
             for name, module in matches.items():
                 if owners.setdefault(name, index) != index:
                     raise WrapError(_overlap(name, self.entries[owners[name]], entry))
@@ -160,13 +160,19 @@ def _matches(entry: str | tuple[str, ...], names: Iterable[str]) -> dict[str, st
     return found
 
 
-def _no_match(entry: object, names: Sequence[str]) -> str:
+def _require_matches(entry: str | tuple[str, ...], names: Sequence[str]) -> None:
+    for pattern in _patterns(entry):
+        if not _matches(pattern, names):
+            raise WrapError(_no_match(pattern, names))
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> str:
     modules = {name.rpartition(".")[0] for name in names} | set(names)
     modules |= {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
     known = sorted(modules - {""})
-    near = difflib.get_close_matches(str(_patterns(entry)[0]), known, n=5, cutoff=0.3)  # pyright: ignore[reportArgumentType]
+    near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.3)
     return (
-        f"the wrap entry {entry!r} matches no sharded parameter of this graph; the nearest of its "
+        f"the wrap entry {pattern!r} matches no sharded parameter of this graph; the nearest of its "
         f"{len(known)} names are {near or known[:5]}; names are relative to the compiled module"
     )
 
