@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import inductor_overlap as io
+from inductor_overlap.models.llama3 import Llama3
 
 pytestmark = [pytest.mark.gloo, pytest.mark.compile]
 
@@ -39,9 +40,14 @@ def train(model: nn.Module, call: Any, optimizer_name: str) -> Steps:
     return steps
 
 
+def build() -> Llama3:
+    """Two blocks on two ranks, one on four: a compile takes each rank its share of two cores."""
+    return tiny_llama(num_layers=4 // dist.get_world_size())
+
+
 def fsdp2_eager(optimizer_name: str) -> Steps:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = tiny_llama()
+    model = build()
     for block in model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -50,7 +56,7 @@ def fsdp2_eager(optimizer_name: str) -> Steps:
 
 def compiled(options: dict[str, Any], optimizer_name: str) -> Steps:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = io.simple_fsdp(tiny_llama(), mesh)
+    model = io.simple_fsdp(build(), mesh)
     return train(model, torch.compile(model, options=options, fullgraph=True), optimizer_name)
 
 
