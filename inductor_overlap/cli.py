@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--save",
         type=Path,
         metavar="FOLDER",
-        help="write the reports there: JSON, and traces for ui.perfetto.dev",
+        help="write the reports there: JSON, traces for ui.perfetto.dev, pictures (matplotlib)",
     )
     return parser
 
@@ -88,3 +89,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

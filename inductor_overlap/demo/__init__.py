@@ -1,8 +1,9 @@
 """The demo: two gloo ranks on this machine train a small Llama 3 with and without the plugin.
 
 `training` is what each rank does, `ranks` starts the processes and hears from them, `summary`
-prints what came out. Nothing is left behind: compiled code goes to a temporary folder, ranks meet
-through a file in it, and both end with the demo, however it ends.
+prints what came out. Compiled code goes to a temporary folder, in which the ranks also meet; folder
+and ranks end with the demo, however it ends. What stays is PyTorch's own store of precompiled C++
+headers, which it keeps for all programs of a user.
 
 Refuses to start without a C++ compiler, which Inductor needs on CPUs.
 """
@@ -10,6 +11,7 @@ Refuses to start without a C++ compiler, which Inductor needs on CPUs.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +35,8 @@ def run_demo(settings: DemoSettings, console: Console, save_to: Path | None = No
     Args:
         settings: Sizes of the model, the batch and the run.
         console: Where progress and the comparison are printed.
-        save_to: A folder for the reports of both graphs: JSON, and traces for ui.perfetto.dev.
+        save_to: A folder for the reports of both graphs: JSON, traces for ui.perfetto.dev and, if
+            matplotlib is installed, pictures.
 
     Raises:
         DemoError: There is no C++ compiler.
@@ -65,5 +68,7 @@ def _save(result: RankResult, folder: Path) -> None:
     for direction, report in result.reports.items():
         report.to_perfetto(folder / f"{direction}.perfetto.json")
         (folder / f"{direction}.json").write_text(report.to_json() + "\n")
+        with suppress(ImportError):  # matplotlib is an extra
+            report.to_png(folder / f"{direction}.png")
     measured = {"losses": result.losses, "step_s": result.step_s}
     (folder / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
