@@ -172,8 +172,8 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
     known = sorted(modules - {""})
     near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.3)
     return (
-        f"the wrap entry {pattern!r} matches no sharded parameter of this graph; the nearest of its "
-        f"{len(known)} names are {near or known[:5]}; names are relative to the compiled module"
+        f"the wrap entry {pattern!r} matches no sharded parameter of this graph; the nearest of "
+        f"its {len(known)} names are {near or known[:5]}; names are relative to the compiled module"
     )
 
 
