@@ -79,13 +79,14 @@ def options(
     """
     settings = Settings(wrap, cluster, cost_model, memory_limit_gb, reshard_after_forward)
     current = _current_config()
+    scheduler = OverlapScheduler(settings, _other_scheduler_pass(current))
     hooks: dict[str, CustomGraphPass] = {
         "pre_grad_custom_pass": NameParameters(settings),
         "joint_custom_post_pass": ReshardParameters(settings),
-        "post_grad_custom_post_pass": OverlapGraph(settings),
+        "post_grad_custom_post_pass": OverlapGraph(settings, scheduler),
     }
     result: dict[str, Any] = {key: [*_others(current[key]), ours] for key, ours in hooks.items()}
-    result[_SCHEDULER_HOOK] = OverlapScheduler(settings, _other_scheduler_pass(current))
+    result[_SCHEDULER_HOOK] = scheduler
     result.update({key: False for key in _COMPETING_PASSES if key in current})
     return result
 
@@ -209,7 +210,18 @@ class ReshardParameters(_Identified, CustomGraphPass):
 
 
 class OverlapGraph(_Identified, CustomGraphPass):
-    """Post-grad graph: bucket and reorder, and report."""
+    """Post-grad graph: bucket and reorder, and report.
+
+    Inductor asks scheduler passes for no identity before it looks into its cache, so this pass
+    answers for ours: it has none if another library's scheduler pass, which ours runs, has none.
+    """
+
+    def __init__(self, settings: Settings, scheduler: OverlapScheduler) -> None:
+        super().__init__(settings)
+        self.scheduler = scheduler
+
+    def uuid(self) -> str | None:
+        return super().uuid() if self.scheduler.is_identified else None
 
     def __call__(self, graph: fx.Graph) -> None:
         try:
@@ -247,12 +259,18 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
         graph = cast("fx.Graph", V.graph.graph)
         return overlap_snodes(nodes, graph, self.settings.prices(device_type(graph)))
 
+    @property
+    def is_identified(self) -> bool:
+        return self.earlier is None or self._earlier_uuid() is not None
+
+    def _earlier_uuid(self) -> object:
+        return getattr(self.earlier, "uuid", lambda: None)()
+
     def uuid(self) -> str | None:
         own = super().uuid()
         if self.earlier is None or own is None:
             return own
-        other = getattr(self.earlier, "uuid", lambda: None)()
-        return None if other is None else f"{own}:{other!r}"
+        return f"{own}:{self._earlier_uuid()!r}" if self.is_identified else None
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:

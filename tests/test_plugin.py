@@ -72,7 +72,7 @@ def test_options_name_inductor_keys_only() -> None:
 def test_options_keep_passes_that_are_there() -> None:
     other = OtherPass()
     with inductor_config.patch(post_grad_custom_post_pass=other):
-        first, second = io.options()["post_grad_custom_post_pass"]  # type: ignore[misc]
+        first, second = io.options()["post_grad_custom_post_pass"]
     assert first is other
     assert isinstance(second, plugin.OverlapGraph)
 
@@ -82,6 +82,14 @@ def test_a_scheduler_pass_that_is_there_runs_first() -> None:
         chained = io.options(wrap="none")[SCHEDULER_HOOK]
     assert isinstance(chained, plugin.OverlapScheduler)
     assert chained([1, 2, 3]) == [3, 2, 1]
+
+
+def test_a_scheduler_pass_without_identity_keeps_graphs_out_of_the_cache() -> None:
+    """Inductor itself refuses to cache with such a pass; ours in front must not hide it."""
+    with inductor_config.patch({SCHEDULER_HOOK: OtherSchedulerPass()}):
+        options = io.options()
+    assert options["post_grad_custom_post_pass"][0].uuid() is None
+    assert options[SCHEDULER_HOOK].uuid() is None
 
 
 def test_enable_sets_what_options_sets_and_disable_takes_it_back() -> None:
@@ -129,14 +137,14 @@ def test_disable_keeps_what_others_added_later() -> None:
 def test_passes_are_copied_with_their_identity(copied: Any) -> None:
     options = io.options(wrap=["layers.*", ["norm", "output"]], cluster="a100-ib")
     for key in HOOKS:
-        (ours,) = options[key]  # type: ignore[misc]
+        (ours,) = options[key]
         assert copied(ours).uuid() == ours.uuid()
     scheduler = options[SCHEDULER_HOOK]
-    assert copied(scheduler).uuid() == scheduler.uuid()  # type: ignore[attr-defined]
+    assert copied(scheduler).uuid() == scheduler.uuid()
 
 
 def identity(**options: Any) -> str | None:
-    (ours,) = io.options(**options)["post_grad_custom_post_pass"]  # type: ignore[misc]
+    (ours,) = io.options(**options)["post_grad_custom_post_pass"]
     return ours.uuid()
 
 
@@ -165,8 +173,8 @@ def test_a_cost_model_without_uuid_has_no_identity(caplog: pytest.LogCaptureFixt
 
 def test_the_passes_have_different_identities() -> None:
     options = io.options()
-    found = [options[key][0].uuid() for key in HOOKS]  # type: ignore[index]
-    assert len({*found, options[SCHEDULER_HOOK].uuid()}) == 4  # type: ignore[attr-defined]
+    found = [options[key][0].uuid() for key in HOOKS]
+    assert len({*found, options[SCHEDULER_HOOK].uuid()}) == 4
 
 
 def test_a_missing_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
