@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from inductor_overlap.cost_model.fusion import OpKind, is_virtual, op_kind
+from inductor_overlap.cost_model.fusion import OpKind, is_virtual, node_bytes, op_kind
 from inductor_overlap.cost_model.schedule import Machine
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.passes.fx_ops import op_base_name, overload
@@ -44,8 +44,9 @@ scale_ = torch.ops.overlap_tests.scale_.default
 class TestPrices:
     """Prices by the dozen: a matmul costs ``matmul_us``, a stored pointwise op ``pointwise_us``.
 
-    A collective costs ``latency_us`` and its nccl-tests size at ``bytes_per_us``; copies are free
-    unless ``copy_bytes_per_us`` is given. Every other kernel costs as much as a matmul.
+    A collective costs ``latency_us`` and its nccl-tests size at ``bytes_per_us``; copies, cat and
+    clone among them, are free unless ``copy_bytes_per_us`` is given. Every other kernel costs as
+    much as a matmul.
     """
 
     __test__ = False
@@ -65,6 +66,8 @@ class TestPrices:
         kind = op_kind(node)
         if kind is OpKind.FREE or is_virtual(node):
             return 0.0
+        if op_base_name(node) in ("cat", "clone"):
+            return self.copy_us(node_bytes(node))
         loops = (OpKind.FUSIBLE, OpKind.GENERATOR, OpKind.ABSORBING)
         return self.pointwise_us if kind in loops else self.matmul_us
 
@@ -194,6 +197,12 @@ class GraphBuilder:
 
 def _val(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph(owning_module=graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:
