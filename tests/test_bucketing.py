@@ -26,8 +26,6 @@ pytestmark = pytest.mark.quick
 SHAPES = st.lists(
     st.sampled_from([(4, 3), (1, 5), (0, 2), (7,), (2, 3, 5)]), min_size=2, max_size=5
 )
-    st.sampled_from([(4, 3), (1, 5), (0, 2), (7,), (2, 3, 5)]), min_size=2, max_size=5
-)
 WORLD = 2
 GROUPS = {"pg0": [[0, 1]]}
 
