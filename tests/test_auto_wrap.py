@@ -1,0 +1,119 @@
+"""The portfolio: what wrap= names, which plans are ranked, what a limit does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from support.programs import free, program
+from support.schedules import compute, schedule, start, wait
+
+from inductor_overlap.cost_model.schedule import Buffer
+from inductor_overlap.passes.auto_wrap import (
+    INPUT_ORDER,
+    AutoWrap,
+    MemoryLimitError,
+    NoWrap,
+    parse_wrap,
+    rank_choices,
+    repeated_blocks,
+)
+from inductor_overlap.passes.greedy_wrap import GreedyWrap
+from inductor_overlap.passes.manual_wrap import ManualWrap
+from inductor_overlap.passes.plan import Bucket, Plan
+from inductor_overlap.passes.program import Program
+
+pytestmark = pytest.mark.quick
+
+
+def two_layers() -> Program:
+    """Each a gather of 100 bytes (2 us) and a kernel of 10 us: 24 us one after the other."""
+    tasks, buffers = [], []
+    for i in (0, 1):
+        buffers.append(Buffer(f"w{i}", 100))
+        tasks += [start(f"g{i}", 2, writes=(f"w{i}",)), wait(f"g{i}", reads=(f"w{i}",))]
+        tasks.append(compute(f"c{i}", 10, f"wait_g{i}", reads=(f"w{i}",)))
+    found = [free(f"g{i}", "all_gather", 100, fqn=f"layers.{i}.w") for i in (0, 1)]
+    return program(schedule(*tasks, buffers=tuple(buffers)), found)
+
+
+def test_wrap_names_a_policy() -> None:
+    assert parse_wrap("auto") == AutoWrap()
+    assert parse_wrap("greedy") == GreedyWrap()
+    assert parse_wrap("none") == NoWrap()
+    assert parse_wrap(["a", ["b", "c"]]) == ManualWrap(("a", ("b", "c")))
+
+
+@pytest.mark.parametrize("wrap", ["best", None, 3, True])
+def test_anything_else_is_refused(wrap: Any) -> None:
+    with pytest.raises(ValueError, match='wrap must be "auto", "greedy", "none" or a list'):
+        parse_wrap(wrap)
+
+
+def test_blocks_are_cut_at_the_first_number() -> None:
+    names = ["tok.weight", "layers.0.attn.wq.0.w", "layers.11.w", "a.b.3.c.w", "w", "x2.w"]
+    found = [free(name, "all_gather", 1, fqn=name) for name in names]
+    keys = [key for key, _ in repeated_blocks([*found, free("unknown", "all_gather", 1)])]
+    assert keys == ["tok", "layers.0", "layers.11", "a.b.3", "w", "x2"]
+
+
+def test_the_best_comes_first_and_the_input_order_last() -> None:
+    ranking = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=math.inf)
+    steps = [choice.timeline.step_us for choice in ranking.choices]
+    assert steps[0] == 22 and steps[-1] == 24
+    assert steps == sorted(steps)
+    assert ranking.choices[-1].plan.policy == INPUT_ORDER
+    assert ranking.choices[-1].plan.changes_nothing
+    assert ranking.refused == ()
+
+
+def test_plans_over_the_limit_are_refused_with_the_reason() -> None:
+    """Overlap needs both weights, 200 bytes; the input order one, 100."""
+    ranking = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=150)
+    assert [choice.plan.policy for choice in ranking.choices] == [INPUT_ORDER]
+    assert ranking.refused
+
+
+def test_a_limit_below_every_plan_is_an_error() -> None:
+    with pytest.raises(MemoryLimitError, match="raise memory_limit_gb to at least"):
+        rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=99)
+
+
+def test_an_input_over_the_limit_is_no_choice() -> None:
+    """Both gathers first: 200 bytes. One after the other fits 100, and is slower."""
+    given = two_layers().with_order(["g0", "g1", "wait_g0", "wait_g1", "c0", "c1"])
+    ranking = rank_choices(given, GreedyWrap(), memory_limit_bytes=100)
+    assert all(choice.timeline.peak_bytes <= 100 for choice in ranking.choices)
+    assert INPUT_ORDER not in [choice.plan.policy for choice in ranking.choices]
+
+
+def test_no_wrap_has_one_choice() -> None:
+    ranking = rank_choices(two_layers(), NoWrap(), memory_limit_bytes=math.inf)
+    assert [choice.plan.policy for choice in ranking.choices] == [INPUT_ORDER]
+
+
+# The plan itself.
+
+PLAN = Plan("manual, early", (Bucket("b", ("g0", "g1")),), ("b.pack", "b"), ("b",))
+
+
+def test_a_plan_survives_json() -> None:
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    assert str(PLAN).startswith("manual, early: 2 collectives in 1 bucket")
+
+
+def test_the_digest_covers_what_ranks_must_agree_on() -> None:
+    """Buckets and issue order; neither the policy's name nor the order of local tasks."""
+    same = Plan("another name", PLAN.buckets, ("pad", "b.pack", "b"), PLAN.starts)
+    other_payload = Plan("manual", (Bucket("b", ("g1", "g0")),), (), PLAN.starts)
+    assert same.digest == PLAN.digest
+    assert len({PLAN.digest, other_payload.digest, Plan("x", (), (), ("b",)).digest}) == 3
+
+
+def test_a_plan_that_was_edited_says_what_to_do() -> None:
+    edited = PLAN.to_json().replace('"g1"', '"g2"')
+    with pytest.raises(ValueError, match="delete the digest line after editing a plan"):
+        Plan.from_json(edited)
+    with pytest.raises(ValueError, match="expected the JSON text of a plan"):
+        Plan.from_json("[]")

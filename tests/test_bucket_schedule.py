@@ -1,0 +1,138 @@
+"""What buckets make of a program, in numbers that can be added up by hand.
+
+`LinearPrices`: a collective takes 1 us and 1 us per 100 bytes, a copy 1 us per 1,000 bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.programs import free, program
+from support.schedules import compute, schedule, start, wait
+
+from inductor_overlap.cost_model.schedule import Buffer
+from inductor_overlap.cost_model.simulate import simulate
+from inductor_overlap.passes.bucket_schedule import bucket_program
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import Program
+
+pytestmark = pytest.mark.quick
+
+
+def two_layers(fused: bool = False) -> Program:
+    """Two gathers of 100 bytes, each for a kernel of 10 us."""
+    buffers = (Buffer("w1", 100), Buffer("w2", 100), Buffer("x", 50, is_output=True))
+    tasks = (
+        start("g1", 2, writes=("w1",)),
+        wait("g1", reads=("w1",)),
+        compute("c1", 10, "wait_g1", reads=("w1",)),
+        start("g2", 2, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c2", 10, "c1", "wait_g2", reads=("w2",), writes=("x",)),
+    )
+    gathers = [free(name, "all_gather", 100, unpack_is_fused=fused) for name in ("g1", "g2")]
+    return program(schedule(*tasks, buffers=buffers), gathers)
+
+
+def names(given: Program) -> list[str]:
+    given.schedule.validate()
+    return [task.name for task in given.schedule.tasks]
+
+
+def test_no_bucket_changes_nothing() -> None:
+    given = two_layers()
+    assert bucket_program(given, []) is given
+
+
+def test_a_bucket_of_gathers_packs_gathers_and_copies_out() -> None:
+    bucketed = bucket_program(two_layers(), [Bucket("b", ("g1", "g2"))])
+    assert names(bucketed) == ["b.pack", "b", "b.wait", "wait_g1", "c1", "wait_g2", "c2"]
+    # Pack of 2 x 50 bytes 0.1, gather of 200 bytes 3, two copies of 100 bytes 0.1 each, 2 x 10.
+    assert simulate(bucketed.schedule).step_us == pytest.approx(23.3)
+    # In flight: 100 packed and 200 gathered; unpacking: 200 gathered and one member of 100.
+    assert simulate(bucketed.schedule).peak_bytes == 300
+    (merged,) = bucketed.collectives
+    assert (merged.size_bytes, merged.input_bytes, merged.output_bytes) == (200, 100, 200)
+    assert merged.members == ("g1", "g2") and not merged.can_merge
+    assert {"b.pack", "b", "b.wait", "wait_g1", "wait_g2"} == bucketed.movable
+    assert bucketed.merged_bytes == {"g1": 100, "g2": 100}
+
+
+def test_members_that_are_fused_into_their_readers_are_not_copied() -> None:
+    bucketed = bucket_program(two_layers(fused=True), [Bucket("b", ("g1", "g2"))])
+    assert simulate(bucketed.schedule).step_us == pytest.approx(23.1)
+    tasks = bucketed.schedule.by_name
+    assert tasks["wait_g1"].writes == () and tasks["c1"].reads == ("b.output",)
+    assert "w1" not in bucketed.schedule.buffers
+
+
+def reductions() -> Program:
+    """Two gradients of 100 bytes, each made by a kernel of 10 us, and a kernel behind them."""
+    buffers = [Buffer(f"d{i}", 100) for i in (1, 2)]
+    buffers += [Buffer(f"r{i}", 50, is_output=True) for i in (1, 2)]
+    tasks = (
+        compute("c1", 10, writes=("d1",)),
+        start("s1", 2, "c1", reads=("d1",), writes=("r1",)),
+        wait("s1", reads=("r1",)),
+        compute("c2", 10, writes=("d2",)),
+        start("s2", 2, "c2", reads=("d2",), writes=("r2",)),
+        wait("s2", reads=("r2",)),
+        compute("c3", 10),
+    )
+    scatters = [free(name, "reduce_scatter", 100) for name in ("s1", "s2")]
+    return program(schedule(*tasks, buffers=tuple(buffers)), scatters)
+
+
+def test_a_bucket_of_reductions_starts_when_its_last_input_is_there() -> None:
+    bucketed = bucket_program(reductions(), [Bucket("b", ("s1", "s2"))])
+    assert names(bucketed)[:4] == ["c1", "c2", "b.pack", "b"]
+    # 2 x 10, pack of 200 bytes 0.2, reduction of 200 bytes 3, the last kernel 10.
+    assert simulate(bucketed.schedule).step_us == pytest.approx(33.2)
+    assert bucketed.schedule.buffers["b.output"].is_output
+    assert bucketed.schedule.by_name["wait_s1"].duration_us == 0.0
+
+
+def hybrid(cast: bool) -> Program:
+    """Reduce-scatters whose results are all-reduced, through a cast or directly."""
+    tasks = []
+    for i in (1, 2):
+        behind = f"cast{i}" if cast else f"wait_s{i}"
+        tasks += [start(f"s{i}", 2), wait(f"s{i}")]
+        tasks += [compute(f"cast{i}", 0, f"wait_s{i}")] if cast else []
+        tasks += [start(f"a{i}", 2, behind, queue="replicas"), wait(f"a{i}")]
+    found = [free(f"s{i}", "reduce_scatter", 100) for i in (1, 2)]
+    found += [free(f"a{i}", "all_reduce", 50, follows=f"s{i}") for i in (1, 2)]
+    given = program(schedule(*tasks), found)
+    casts = {task.name for task in tasks if task.name.startswith("cast")}
+    return Program(**{**vars(given), "movable": given.movable | casts})
+
+
+@pytest.mark.parametrize(("cast", "packs"), [(False, False), (True, True)])
+def test_an_all_reduce_takes_the_bucket_before_it_as_it_is(cast: bool, packs: bool) -> None:
+    """Unless a cast stands between: its results lie in tensors of their own."""
+    buckets = [Bucket("s", ("s1", "s2")), Bucket("a", ("a1", "a2"))]
+    bucketed = bucket_program(hybrid(cast), buckets)
+    assert ("a.pack" in names(bucketed)) == packs
+
+
+def test_a_task_that_needed_a_member_needs_the_bucket() -> None:
+    given = two_layers()
+    tasks = [*given.schedule.tasks, compute("barrier", 1, "g1", "wait_g1")]
+    with_barrier = program(
+        schedule(*tasks, buffers=tuple(given.schedule.buffers.values())), given.collectives
+    )
+    bucketed = bucket_program(with_barrier, [Bucket("b", ("g1", "g2"))])
+    assert bucketed.schedule.by_name["barrier"].deps == ("b", "wait_g1")
+    names(bucketed)
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        [Bucket("b", ("g1", "nobody"))],
+        [Bucket("b", ("g1",))],
+        [Bucket("b", ("g1", "g2")), Bucket("c", ("g1", "g2"))],
+    ],
+)
+def test_buckets_that_do_not_fit_are_refused(buckets: list[Bucket]) -> None:
+    with pytest.raises(ValueError, match="needs at least two free collectives of one bucket key"):
+        bucket_program(two_layers(), buckets)
