@@ -59,7 +59,7 @@ class _Reader:
     ) -> None:
         self.snodes = {snode.get_name(): snode for snode in snodes}
         self.prices = prices
-        self.graph = graph
+        self.frees_inputs = is_backward(graph)
         self.scheduler = snodes[0].scheduler
         self.collectives = {c.start: c for c in find_collectives(graph)}
         self.waits = {c.waits[0]: c for c in self.collectives.values() if c.waits}
@@ -71,17 +71,18 @@ class _Reader:
         self.starts: dict[str, Collective] = {}
         self.wait_of: dict[str, Collective] = {}
         self._find_collectives()
+        self.start_names = {c.name: name for name, c in self.starts.items()}
+        self.waited = {c.name for c in self.wait_of.values()}
         self.sizes = self._sizes()
         self.roots = self._storage_roots()
 
     def read(self) -> SnodeProgram:
         tasks = [self._task(name, snode) for name, snode in self.snodes.items()]
-        start_names = {c.name: name for name, c in self.starts.items()}
         wait_names = {c.name: name for name, c in self.wait_of.items()}
         free = [
-            _neutral(c, start_names[c.name], wait_names[c.name])
+            _neutral(c, self.start_names[c.name], wait_names[c.name])
             for c in self.collectives.values()
-            if c.free and c.name in start_names and c.name in wait_names
+            if c.free and c.name in self.start_names and c.name in wait_names
         ]
         program = Program(
             schedule=Schedule(
@@ -151,16 +152,15 @@ class _Reader:
         start, wait = self.starts.get(name), self.wait_of.get(name)
         if start is not None:
             return self._start(name, start, common)
-        if wait is not None and any(c is wait for c in self.starts.values()):
-            begun = next(start for start, c in self.starts.items() if c is wait)
-            return Task(name, "wait", collective=begun, **common)
+        if wait is not None and wait.name in self.start_names:
+            return Task(name, "wait", collective=self.start_names[wait.name], **common)
         return Task(name, duration_us=self._compute_us(snode), **common)
 
     def _start(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
         duration_us = self.prices.collective_us(
             collective.kind, collective.size_bytes, collective.ranks
         )
-        if collective not in self.wait_of.values():
+        if collective.name not in self.waited:
             return Task(name, duration_us=duration_us, **common)
         queue = collective.group_name
         return Task(name, "start", duration_us=duration_us, queue=queue, **common)
@@ -172,11 +172,7 @@ class _Reader:
 
     def _dies(self, buffer: str) -> bool:
         """True for graph inputs that a compiled backward frees: all but parameters."""
-        return self._is_backward and not buffer.startswith("primals_")
-
-    @property
-    def _is_backward(self) -> bool:
-        return is_backward(self.graph)
+        return self.frees_inputs and not buffer.startswith("primals_")
 
     def _buffers(self, tasks: Iterable[Task]) -> dict[str, Buffer]:
         from torch._inductor.virtualized import V

@@ -35,8 +35,9 @@ def compile_llama(
         "PYTHONHASHSEED": str(hash_seed),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
         "OMP_NUM_THREADS": "1",
-        "TORCH_LOGS": torch_logs,
     }
+    if torch_logs:
+        environment["TORCH_LOGS"] = torch_logs
     with tempfile.TemporaryDirectory() as folder:
         out, request = Path(folder, "out.json"), Path(folder, "job.json")
         request.write_text(json.dumps(job))
