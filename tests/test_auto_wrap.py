@@ -108,7 +108,10 @@ def test_the_digest_covers_what_ranks_must_agree_on() -> None:
     same = Plan("another name", PLAN.buckets, ("pad", "b.pack", "b"), PLAN.starts)
     other_payload = Plan("manual", (Bucket("b", ("g1", "g0")),), (), PLAN.starts)
     assert same.digest == PLAN.digest
-    assert len({PLAN.digest, other_payload.digest, Plan("x", (), (), ("b",)).digest}) == 3
+    other_starts = Plan("manual", PLAN.buckets, (), ("b", "c"))
+    no_buckets = Plan("manual", (), (), PLAN.starts)
+    digests = {plan.digest for plan in (PLAN, other_payload, other_starts, no_buckets)}
+    assert len(digests) == 4
 
 
 def test_a_plan_that_was_edited_says_what_to_do() -> None:

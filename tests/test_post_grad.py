@@ -253,24 +253,23 @@ def test_a_limit_that_nothing_fits_is_an_error_and_leaves_the_graph_alone() -> N
 
 @pytest.mark.quick
 def test_a_limit_below_the_inputs_peak_is_obeyed_by_a_slower_plan() -> None:
-    """Both weights are gathered at the beginning, at once: 32 us and both alive.
+    """Gathers of 18 us (1,024 bytes), both hidden under five matmuls but for 8 us: 58 us.
 
-    One at a time the second gather of 6 us can hide under the first matmul only by being alive
-    with it, which the limit forbids.
+    The limit leaves room for one weight: the second gather is exposed whole, 58 - 8 + 18 + 8.
     """
     b = GraphBuilder()
     shards = [b.parameter(f"layers.{j}.w", 8, 8) for j in range(2)]
-    x = b.input("x", 8, 32)
     starts = [b.gather_start(shard) for shard in shards]
-    weights = [b.wait(start) for start in starts]
-    for weight in weights:
+    x = b.mm(b.input("x", 8, 32), b.input("y", 32, 32))
+    for start in starts:
+        weight = b.wait(start)
         x = b.mm(b.mm(x, weight), b.transpose(weight))
     gm = b.output(x)
-    free = overlap(copy_graph(gm.graph), "auto", TestPrices())
-    limit = free.before.peak_bytes - 1024
+    before = overlap(copy_graph(gm.graph), "none", TestPrices()).before
+    limit = before.peak_bytes - 1024
     outcome = overlap(gm.graph, "auto", TestPrices(), limit=limit)
     assert outcome.after.peak_bytes <= limit < outcome.before.peak_bytes
-    assert outcome.after.step_us > free.after.step_us
+    assert (outcome.before.step_us, outcome.after.step_us) == (58.0, 76.0)
 
 
 @pytest.mark.quick
