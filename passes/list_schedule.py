@@ -78,7 +78,7 @@ class _ListScheduler:
             self._retire_for_memory(index)
             self._serve(index)
             self._fill(index, task)
-            self._run_fixed(task)
+            self._emit(task.name)
         self._accept(len(self.program.fixed))
         self._drain()
         return finish_order(self.program, self.emitter)
@@ -151,16 +151,15 @@ class _ListScheduler:
 
     def _accept(self, index: int) -> None:
         for reduction in self.ready.get(index, ()):
+            if reduction.name in self.emitter:  # something needed it before its turn
+                continue
             self.pending[self._link(reduction)].append(reduction)
             self.held_bytes += reduction.input_bytes
 
     def _serve(self, index: int) -> None:
         """Start and wait for what the fixed task needs now."""
         for name in self.windows.needed[index]:
-            collective = self.program.by_name[name]
-            if name not in self.emitter:
-                self._start(collective)
-            self._wait(collective)
+            self._emit(self.program.by_name[name].wait)
 
     def _fill(self, index: int, task: Task) -> None:
         horizon_us = self.clock_us + task.duration_us
@@ -169,7 +168,7 @@ class _ListScheduler:
                 collective = self._choose(link, index)
                 if collective is None:
                     break
-                self._start(collective, index)
+                self._emit(collective.name, index)
 
     def _choose(self, link: str, index: int) -> FreeCollective | None:
         if self.issue_order:
@@ -231,72 +230,71 @@ class _ListScheduler:
             pass
         return needed + self.held_bytes <= self.limit_bytes
 
-    def _start(self, collective: FreeCollective, index: int | None = None) -> None:
-        for name in self._feeding(collective):
-            self._wait(self.program.by_name[name])
-        self.emitter.emit(collective.name)
-        link = self._link(collective)
+    def _emit(self, name: str, index: int | None = None) -> None:
+        """Write ``name`` and whatever it needs, and keep the clocks and counts of all of it.
+
+        ``index`` is given for a start before the fixed task of that index that is not due yet.
+        """
+        for written in self.emitter.emit(name):
+            task = self.tasks[written]
+            if task.kind == "start":
+                self._started(task, index)
+            elif task.kind == "wait":
+                self._waited(task)
+            elif written not in self.program.movable and task.duration_us > 0.0:
+                self.clock_us += task.duration_us + self.machine.launch_us
+
+    def _started(self, task: Task, index: int | None) -> None:
+        link = self.machine.link(task.queue)
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-        end_us = begin_us + self.tasks[collective.name].duration_us
-        self.free_us[link] = self.end_us[collective.name] = end_us
-        if not collective.is_gather:
+        self.free_us[link] = self.end_us[task.name] = begin_us + task.duration_us
+        collective = self.program.by_name.get(task.name)
+        if collective is None:
+            return
+        if collective in self.pending[link]:
             self.pending[link].remove(collective)
             self.in_flight.append(collective)
-        elif index is not None:
+        elif collective.is_gather and index is not None:
             self._reserve(index, self.windows.first_use[collective.name], _early_bytes(collective))
+
+    def _waited(self, task: Task) -> None:
+        end_us = self.end_us[task.collective]
+        self.stalled_us += max(0.0, end_us - self.clock_us)
+        self.clock_us = max(self.clock_us, end_us)
+        collective = self.program.by_name.get(task.collective)
+        if collective is not None and collective in self.in_flight:
+            self.in_flight.remove(collective)
+            self.held_bytes -= collective.input_bytes
 
     def _reserve(self, begin: int, end: int, size_bytes: int) -> None:
         self.profile[begin:end] = [live + size_bytes for live in self.profile[begin:end]]
         self.rest[begin:end] = [live + size_bytes for live in self.rest[begin:end]]
-
-    def _wait(self, collective: FreeCollective) -> None:
-        if collective.wait in self.emitter:
-            return
-        self.emitter.emit(collective.wait)
-        end_us = self.end_us.get(collective.name, self.clock_us)
-        self.stalled_us += max(0.0, end_us - self.clock_us)
-        self.clock_us = max(self.clock_us, end_us)
-        if collective in self.in_flight:
-            self.in_flight.remove(collective)
-            self.held_bytes -= collective.input_bytes
 
     def _retire_for_memory(self, index: int) -> None:
         """Wait for the oldest reductions until the task and those still pending fit."""
         while self.rest[index] + self.held_bytes > self.limit_bytes:
             if not self.in_flight and not self._start_oldest_pending():
                 return
-            self._wait(self.in_flight[0])
+            self._emit(self.in_flight[0].wait)
 
     def _start_oldest_pending(self) -> bool:
         oldest = [queue[0] for queue in self.pending.values() if queue]
         if not oldest:
             return False
-        self._start(min(oldest, key=lambda reduction: self.windows.ready_at[reduction.name]))
+        reduction = min(oldest, key=lambda reduction: self.windows.ready_at[reduction.name])
+        self._emit(reduction.name)
         return True
 
     def _retire_finished(self) -> bool:
         if not self.in_flight or self.end_us[self.in_flight[0].name] > self.clock_us:
             return False
-        self._wait(self.in_flight[0])
+        self._emit(self.in_flight[0].wait)
         return True
-
-    def _run_fixed(self, task: Task) -> None:
-        self.emitter.emit(task.name)
-        if task.kind == "start":
-            link = self.machine.link(task.queue)
-            begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-            self.free_us[link] = self.end_us[task.name] = begin_us + task.duration_us
-        elif task.kind == "wait":
-            end_us = self.end_us.get(task.collective, self.clock_us)
-            self.stalled_us += max(0.0, end_us - self.clock_us)
-            self.clock_us = max(self.clock_us, end_us)
-        elif task.duration_us > 0.0:
-            self.clock_us += task.duration_us + self.machine.launch_us
 
     def _drain(self) -> None:
         for queue in self.pending.values():
             while queue:
-                self._start(queue[0])
+                self._emit(queue[0].name)
 
 
 def _early_bytes(gather: FreeCollective) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.programs import free, program
 from support.schedules import compute, schedule, start, wait
@@ -142,3 +144,40 @@ def test_fixed_collectives_occupy_their_link() -> None:
     assert fixed == ["c1", "ar", "wait_ar", "c2", "c3"]
     # c1 10, ar exposed 10, c2 10, c3 10; g3 hidden: 40 instead of 50.
     assert step_us(given, order) == 40
+
+
+def tied_gradients() -> Program:
+    """Two scatters whose shards are summed; the sum only reaches an output, a third follows it."""
+    buffers = (
+        Buffer("grad1", 100),
+        Buffer("shard1", 50),
+        Buffer("grad2", 100),
+        Buffer("shard2", 50),
+        Buffer("sum", 50, is_output=True),
+        Buffer("out", 50, is_output=True),
+    )
+    tasks = (
+        compute("c1", 10, writes=("grad1",)),
+        start("r1", 10, "c1", reads=("grad1",), writes=("shard1",)),
+        wait("r1", reads=("grad1", "shard1")),
+        compute("c2", 10, "c1", writes=("grad2",)),
+        start("r2", 10, "c2", reads=("grad2",), writes=("shard2",)),
+        wait("r2", reads=("grad2", "shard2")),
+        compute("sum", 1, "wait_r1", "wait_r2", reads=("shard1", "shard2"), writes=("sum",)),
+        start("r3", 10, "sum", reads=("sum",), writes=("out",)),
+        wait("r3", reads=("sum", "out")),
+        compute("c3", 10, "c2"),
+        compute("c4", 10, "c3"),
+    )
+    kinds = [("r1", "reduce_scatter"), ("r2", "reduce_scatter"), ("r3", "all_reduce")]
+    given = program(schedule(*tasks, buffers=buffers), [free(*kind, 100) for kind in kinds])
+    return replace(given, movable=given.movable | {"sum"})
+
+
+@pytest.mark.parametrize("limit", [0, 150, 200, 300, 1000])
+def test_waits_that_others_need_are_counted_whoever_asks_for_them(limit: int) -> None:
+    """Starting r3 ends r1 and r2; a scheduler that misses that retires them for ever."""
+    given = tied_gradients()
+    order = list_schedule(given, memory_limit_bytes=limit)
+    given.with_order(order).schedule.validate()
+    assert [name for name in order if name.startswith("c")] == ["c1", "c2", "c3", "c4"]

@@ -95,10 +95,6 @@ def compare_one(name: str) -> list[tuple[float, float]]:
     return losses
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="list_schedule never returns when a reduction's wait was emitted as a prerequisite",
-)
 def test_losses_equal_one_process() -> None:
     names = ["llama", "gpt2", "mixtral", "bert"]
     for per_model in run_ranks(compare, 2, names, timeout_s=500):
