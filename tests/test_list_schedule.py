@@ -174,10 +174,26 @@ def tied_gradients() -> Program:
     return replace(given, movable=given.movable | {"sum"})
 
 
-@pytest.mark.parametrize("limit", [0, 150, 200, 300, 1000])
-def test_waits_that_others_need_are_counted_whoever_asks_for_them(limit: int) -> None:
-    """Starting r3 ends r1 and r2; a scheduler that misses that retires them for ever."""
+LIMITS = pytest.mark.parametrize("limit", [0, 150, 200, 300, 1000])
+
+
+@LIMITS
+def test_a_chain_of_reductions_keeps_compute_in_order(limit: int) -> None:
     given = tied_gradients()
     order = list_schedule(given, memory_limit_bytes=limit)
     given.with_order(order).schedule.validate()
     assert [name for name in order if name.startswith("c")] == ["c1", "c2", "c3", "c4"]
+
+
+@LIMITS
+def test_a_wait_that_another_wait_needs_is_counted(limit: int) -> None:
+    """g2's wait brings r1's with it; a scheduler that misses that retires r1 for ever."""
+    given = backward()
+    tasks = [
+        replace(task, deps=(*task.deps, "wait_r1")) if task.name == "wait_g2" else task
+        for task in given.schedule.tasks
+    ]
+    given = replace(given, schedule=replace(given.schedule, tasks=tuple(tasks)))
+    order = list_schedule(given, memory_limit_bytes=limit)
+    given.with_order(order).schedule.validate()
+    assert order.index("wait_r1") < order.index("wait_g2")
