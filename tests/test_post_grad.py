@@ -278,7 +278,7 @@ def test_moved_nodes_counts_what_changed_place() -> None:
     gm = two_linear_layers(GraphBuilder())
     outcome = overlap(gm.graph, "auto", TestPrices())
     assert outcome.after.step_us == 26.0  # 6 exposed + 2 matmuls of 10
-    assert outcome.moved_nodes >= 2
+    assert outcome.moved_nodes == 2
     assert collective_names(gm.graph) == [
         "all_gather_into_tensor_default",
         "wait_tensor_default",
