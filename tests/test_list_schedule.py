@@ -174,7 +174,7 @@ def tied_gradients() -> Program:
     return replace(given, movable=given.movable | {"sum"})
 
 
-LIMITS = pytest.mark.parametrize("limit", [0, 150, 200, 300, 1000])
+LIMITS = pytest.mark.parametrize("limit", [0, 150, 200, 250, 300, 1000])
 
 
 @LIMITS
@@ -188,7 +188,8 @@ def test_a_chain_of_reductions_keeps_compute_in_order(limit: int) -> None:
 @LIMITS
 def test_a_wait_that_another_wait_needs_is_counted(limit: int) -> None:
     """r1 starts first, but its wait needs r2's: who misses that retires r2 for ever."""
-    buffers = tuple(Buffer(name, 100) for name in ("grad1", "grad2", "shard1", "shard2"))
+    gradients = tuple(Buffer(name, 100) for name in ("grad1", "grad2", "shard1", "shard2"))
+    buffers = (*gradients, Buffer("large", 300))
     tasks = (
         compute("c1", 10, writes=("grad1",)),
         start("r1", 10, "c1", reads=("grad1",), writes=("shard1",)),
@@ -196,8 +197,8 @@ def test_a_wait_that_another_wait_needs_is_counted(limit: int) -> None:
         start("r2", 10, "c2", reads=("grad2",), writes=("shard2",)),
         wait("r2", reads=("grad2", "shard2")),
         wait("r1", "wait_r2", reads=("grad1", "shard1")),
-        compute("c3", 10, "c2"),
-        compute("c4", 10, "c3"),
+        compute("c3", 10, "c2", writes=("large",)),
+        compute("c4", 10, "c3", reads=("large",)),
     )
     free_ones = [free("r1", "reduce_scatter", 100), free("r2", "reduce_scatter", 100)]
     given = program(schedule(*tasks, buffers=buffers), free_ones)
