@@ -14,7 +14,12 @@ from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.plan import Plan
 from inductor_overlap.plugin import disable, enable, options, reports
 from inductor_overlap.report import Report
-from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
+from inductor_overlap.simple_fsdp import (
+    MixedPrecisionPolicy,
+    accumulate_gradients,
+    initializing,
+    simple_fsdp,
+)
 
 __all__ = [
     "Cluster",
@@ -24,8 +29,10 @@ __all__ = [
     "Report",
     "Timeline",
     "WrapError",
+    "accumulate_gradients",
     "disable",
     "enable",
+    "initializing",
     "optimize",
     "options",
     "reports",

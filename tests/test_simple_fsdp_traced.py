@@ -18,8 +18,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from inductor_overlap.passes.parameter_names import parameter_fqn, stamp_parameter_names
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
-from inductor_overlap.simple_fsdp.gather import PARAMETER_KEY
 
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default
@@ -41,10 +41,14 @@ def trace(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphMo
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Any:
+        stamp_parameter_names(graph.graph)
+        compiler = aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        )
+        return compiler(graph, example_inputs)
+
     torch._dynamo.reset()
-    backend = aot_autograd(
-        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-    )
     torch.compile(model, fullgraph=True, backend=backend)(*inputs).sum().backward()
     forward, backward = graphs
     return forward, backward
@@ -142,17 +146,12 @@ def test_nodes_tell_which_parameter_they_serve(mesh: DeviceMesh) -> None:
         for layer in ("up", "down")
         for name in ("weight", "bias")
     ]
-    assert served(forward, GATHER, "nn_module_stack") == set(names)
-    assert served(backward, SCATTER, "fwd_nn_module_stack") == set(names)
+    assert served(forward, GATHER) == set(names)
+    assert served(backward, SCATTER) == set(names)
 
 
-def served(graph: fx.GraphModule, target: object, stack: str) -> set[str]:
-    fqns: set[str] = set()
-    for node in graph.graph.nodes:
-        if node.target is target:
-            path, _ = list(node.meta[stack].values())[-1]
-            fqns.add(path.removeprefix("L['self'].") + "." + node.meta["custom"][PARAMETER_KEY])
-    return fqns
+def served(graph: fx.GraphModule, target: object) -> set[str | None]:
+    return {parameter_fqn(node) for node in graph.graph.nodes if node.target is target}
 
 
 @pytest.mark.parametrize(("tied", "num_scatters"), [(False, 2), (True, 1)])

@@ -95,7 +95,7 @@ def _read_keeping_gradient(
     kept = cast("dict[str, Tensor]", vars(module)[_LOCAL_GRADIENTS])
     if name not in kept:
         return read_by_gathering(module, name, parameter, gather)
-    local = gather.gather(cast(DTensor, parameter.detach()), name)
+    local = gather.gather(cast(DTensor, parameter.detach()))
     return gather.restore_layout(_send_gradient(local, kept[name]), parameter)
 
 

@@ -4,8 +4,7 @@ Forward: cast, all-gather. Backward: cast, reduce-scatter (and all-reduce over r
 to the parameter's dtype. Everything is DTensor's own differentiable `from_local`, `redistribute`
 and `to_local`, so that Dynamo traces it and eager runs it. In a traced graph the gather is a chain
 of nodes with one input each (cast, pad, all_gather, wait, unpad) hanging on the parameter's
-placeholder, and every node of it carries `meta["custom"][PARAMETER_KEY]`, the parameter's name in
-its module; so do the nodes of the gradient's reduction.
+placeholder, from which `passes.parameter_names` knows the parameter's name.
 
 Gradients are averaged over data-parallel ranks, and with replicas the shard is reduced first and
 its smaller result all-reduced after, as FSDP2 does (`foreach_reduce` in
@@ -20,9 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.fx.traceback import annotate
-
-PARAMETER_KEY = "inductor_overlap_parameter"
 
 Placements = tuple[Placement, ...]
 
@@ -64,21 +60,27 @@ class Gather:
     reduce_dtype: torch.dtype | None = None
     model_parallel: ModelParallel | None = None
 
-    def __call__(self, parameter: DTensor, name: str) -> Tensor:
+    def __call__(self, parameter: DTensor) -> Tensor:
         """The tensor to compute with, differentiable with respect to `parameter`.
 
         Args:
             parameter: Laid out as `simple_fsdp` made it.
-            name: Its name in the module that reads it, for the traced graph.
         """
-        return self.restore_layout(self.gather(parameter, name), parameter)
+        return self.restore_layout(self.gather(parameter), parameter)
 
-    def gather(self, parameter: DTensor, name: str) -> Tensor:
-        """What one model-parallel rank computes with, as a plain tensor."""
-        if not torch.compiler.is_compiling():
-            return self._gather(parameter)
-        with annotate({PARAMETER_KEY: name}):
-            return self._gather(parameter)
+    def gather(self, parameter: DTensor) -> Tensor:
+        """What one model-parallel rank computes with, as a plain tensor.
+
+        It gathers one mesh dimension after the other, so that backward reduces the last one first.
+        The reduce-scatter over shards then makes the all-reduce over replicas smaller. The cast
+        to `param_dtype` comes with the last one: what is all-reduced was never rounded to it.
+        """
+        last_dim = self.mesh.ndim - 1
+        sharded = self._data_parallel_view(parameter)
+        for dim in range(last_dim):
+            local = self._gather_dim(sharded, dim, None)
+            sharded = self._distribute(local, self._gathered_up_to(dim + 1), parameter)
+        return self._gather_dim(sharded, last_dim, self.param_dtype)
 
     def restore_layout(self, local: Tensor, parameter: DTensor) -> Tensor:
         """`local` as the model-parallel DTensor it is a part of; without such a layout, itself."""
@@ -116,19 +118,6 @@ class Gather:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-
-    def _gather(self, parameter: DTensor) -> Tensor:
-        """One mesh dimension after the other, so that backward reduces the last one first.
-
-        The reduce-scatter over shards then makes the all-reduce over replicas smaller. The cast
-        to `param_dtype` comes with the last one: what is all-reduced was never rounded to it.
-        """
-        last_dim = self.mesh.ndim - 1
-        sharded = self._data_parallel_view(parameter)
-        for dim in range(last_dim):
-            local = self._gather_dim(sharded, dim, None)
-            sharded = self._distribute(local, self._gathered_up_to(dim + 1), parameter)
-        return self._gather_dim(sharded, last_dim, self.param_dtype)
 
     def _gather_dim(self, sharded: DTensor, dim: int, dtype: torch.dtype | None) -> Tensor:
         gathered = self._gathered_up_to(dim + 1)

@@ -64,7 +64,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def read_by_gathering(module: nn.Module, name: str, parameter: DTensor, gather: Gather) -> Tensor:
     """The usual way of reading: gather, and reduce the gradient in backward."""
-    return gather(parameter, name)
+    return gather(parameter)
 
 
 def gather_on_read(module: nn.Module, plan: ReadPlan) -> None:
