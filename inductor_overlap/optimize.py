@@ -13,6 +13,7 @@ from inductor_overlap.cost_model.pricing import CostModel, PricedCluster
 from inductor_overlap.cost_model.simulate import Timeline
 from inductor_overlap.cost_model.simulate import simulate as simulate_schedule
 from inductor_overlap.exposure import explain_exposed
+from inductor_overlap.passes.fx_ops import overload
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.post_grad import Outcome, overlap_graph
 from inductor_overlap.passes.storages import is_backward
@@ -94,17 +95,20 @@ def _report(outcome: Outcome, prices: PricedCluster, name: str) -> Report:
 
 
 def device_type(graph: fx.Graph) -> str:
-    """Device type of the first tensor of ``graph``; "cpu" if there is none."""
+    """Device type of the first tensor of ``graph`` that is not on the CPU; "cpu" if all are.
+
+    Graphs for accelerators have CPU tensors too: scalars, offsets, random seeds.
+    """
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             return value.device.type
     return "cpu"
 
 
 def _require_shapes(gm: fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
     """Infer shapes from ``example_inputs`` where the graph has none."""
-    missing = [n.name for n in gm.graph.nodes if n.op != "output" and "val" not in n.meta]
+    missing = [n.name for n in gm.graph.nodes if _has_value(n) and "val" not in n.meta]
     if not missing:
         return
     if example_inputs is None:
@@ -112,4 +116,21 @@ def _require_shapes(gm: fx.GraphModule, example_inputs: Sequence[object] | None)
             f"the graph has no shapes: meta['val'] is missing on {missing[:5]}; trace it with "
             f"make_fx or AOTAutograd, or pass example_inputs="
         )
-    FakeTensorProp(gm).propagate(*example_inputs)
+    inputs = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    if len(example_inputs) != len(inputs):
+        raise ValueError(
+            f"example_inputs has {len(example_inputs)} values, the graph {len(inputs)} inputs "
+            f"({', '.join(inputs[:5])}{', ...' * (len(inputs) > 5)}); pass one value for each"
+        )
+    try:
+        FakeTensorProp(gm).propagate(*example_inputs)
+    except Exception as error:
+        raise ValueError(f"the graph does not run on example_inputs: {error}") from error
+
+
+def _has_value(node: fx.Node) -> bool:
+    """False for nodes that are known to return no tensor: subgraphs, ops without results."""
+    if node.op in ("output", "get_attr"):
+        return False
+    op = overload(node)
+    return op is None or bool(op._schema.returns)  # pyright: ignore[reportPrivateUsage]

@@ -31,9 +31,11 @@ from torch._inductor.custom_graph_pass import (
 from torch._logging._internal import trace_structured
 
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.pricing import CostModel
+from inductor_overlap.cost_model.pricing import CostModel, CostModelError
 from inductor_overlap.optimize import device_type, overlap_and_report
-from inductor_overlap.passes.auto_wrap import NoWrap
+from inductor_overlap.passes.auto_wrap import MemoryLimitError, NoWrap
+from inductor_overlap.passes.fx_ops import is_start
+from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.parameter_names import stamp_parameter_names
 from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
 from inductor_overlap.passes.scheduler import overlap_snodes
@@ -176,6 +178,10 @@ def inductor_overlap_backend(
 _options = options
 
 
+_USER_MISTAKES = (CostModelError, MemoryLimitError, WrapError)
+"""What the user can mend: errors of the cost model, the limit, the wrap list."""
+
+
 class _Identified:
     """Identity of a pass for Inductor's caches."""
 
@@ -224,15 +230,16 @@ class OverlapGraph(_Identified, CustomGraphPass):
         return super().uuid() if self.scheduler.is_identified else None
 
     def __call__(self, graph: fx.Graph) -> None:
+        if not any(map(is_start, graph.nodes)):
+            return
+        self.settings.prices(device_type(graph))  # an unknown device is the user's to mend
         try:
             report = overlap_and_report(graph, self.settings)
-        except ValueError:  # the user's to mend: the wrap list, the limit, the cost model
+        except _USER_MISTAKES:
             raise
         except Exception:
             # Plans are rehearsed on a copy, so the graph is as it was and compiles without us.
             log.exception("planning failed, please report this; the graph is left as it was")
-            return
-        if report.num_collectives_before == 0:
             return
         _REPORTS.append(report)
         log.info("%s", report)
@@ -254,9 +261,9 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
 
         if self.earlier is not None:
             nodes = self.earlier(nodes)
-        if isinstance(self.settings.policy, NoWrap):
-            return nodes
         graph = cast("fx.Graph", V.graph.graph)
+        if isinstance(self.settings.policy, NoWrap) or not any(map(is_start, graph.nodes)):
+            return nodes
         return overlap_snodes(nodes, graph, self.settings.prices(device_type(graph)))
 
     @property

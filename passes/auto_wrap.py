@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from inductor_overlap.cost_model.memory import buffer_lifetimes
 from inductor_overlap.cost_model.simulate import Timeline, simulate
@@ -134,7 +135,17 @@ def _candidates(
     program: Program, policy: Policy, limit_bytes: float, is_backward: bool
 ) -> Iterator[Choice]:
     for label, buckets in _bucketings(program, policy, limit_bytes, is_backward):
-        yield from _ordered_within(program, label, buckets, limit_bytes)
+        yield from _ordered_within(program, label, _with_new_names(program, buckets), limit_bytes)
+
+
+def _with_new_names(program: Program, buckets: Sequence[Bucket]) -> list[Bucket]:
+    """``buckets`` under names that no task of the program has."""
+    taken = program.schedule.by_name
+    renamed: list[Bucket] = []
+    for bucket in buckets:
+        free = (f"{bucket.name}_{i}" for i in count(1) if f"{bucket.name}_{i}" not in taken)
+        renamed.append(replace(bucket, name=next(free)) if bucket.name in taken else bucket)
+    return renamed
 
 
 def _ordered_within(

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
-from inductor_overlap.passes.fx_ops import arguments
+from inductor_overlap.passes.fx_ops import arguments, payload
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -110,7 +110,7 @@ def _needed_members(members: Sequence[Collective]) -> list[str]:
 
 
 def _source(collective: Collective) -> fx.Node:
-    return collective.start.all_input_nodes[0]
+    return payload(collective.start)[0]
 
 
 class _Merger:
@@ -187,8 +187,10 @@ class _Merger:
 
     def _start(self, packed: fx.Node, shape: Sequence[int]) -> fx.Node:
         like = self.members[0].start
-        args = (packed, *like.args[1:])
-        start = self._call(like.target, args, dict(like.kwargs), shape=shape, name=self.name)
+        args, kwargs = (packed, *like.args[1:]), dict(like.kwargs)
+        if not like.args:
+            args, kwargs = (), {**kwargs, "input": packed}
+        start = self._call(like.target, args, kwargs, shape=shape, name=self.name)
         start.meta[_MEMBERS] = tuple(member.name for member in self.members)
         return start
 

@@ -23,7 +23,8 @@ import torch.fx as fx
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from inductor_overlap.cost_model.sizes import shape_hint, tensor_bytes
+from inductor_overlap.cost_model.fusion import node_bytes
+from inductor_overlap.cost_model.sizes import shape_hint
 from inductor_overlap.passes.fx_ops import (
     arguments,
     collective_kind,
@@ -32,6 +33,7 @@ from inductor_overlap.passes.fx_ops import (
     is_start,
     is_wait,
     op_base_name,
+    payload,
     written_inputs,
 )
 from inductor_overlap.passes.parameter_names import (
@@ -135,8 +137,10 @@ def _describe(
     given = arguments(start)
     group = cast("str | fx.Node", given.get("group_name", ""))
     name = group_name_of(group)
-    source = _single_tensor(start.args[0] if start.args else None)
+    sources = payload(start)
+    source = _single_tensor(sources[0] if len(sources) == 1 else None)
     output = _single_tensor(start)
+    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
     kind = collective_kind(start)
     pack = _pack(start)
     head, shared, root = _head(start, pack) if kind == "all_gather" else ((), (), None)
@@ -149,9 +153,9 @@ def _describe(
         kind=kind,
         start=start,
         waits=waits,
-        size_bytes=_nbytes(output if kind == "all_gather" else source),
-        input_bytes=_nbytes(source),
-        output_bytes=_nbytes(output),
+        size_bytes=output_bytes if kind == "all_gather" else input_bytes,
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
         dtype=source.dtype if source is not None else torch.float32,
         input_shape=_shape(source),
         output_shape=_shape(output),
@@ -318,11 +322,11 @@ def _may_follow_reduction(node: fx.Node) -> bool:
 
 
 def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
-    node = start
-    while len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-        if is_wait(node):
-            previous = found.get(node.all_input_nodes[0].name)
+    inputs = payload(start)
+    while len(inputs) == 1:
+        node, inputs = inputs[0], inputs[0].all_input_nodes
+        if is_wait(node) and inputs:
+            previous = found.get(inputs[0].name)
             return previous.name if previous is not None and previous.free else ""
     return ""
 
@@ -385,7 +389,3 @@ def _single_tensor(argument: object) -> torch.Tensor | None:
 
 def _shape(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return shape_hint(tensor) if tensor is not None else ()
-
-
-def _nbytes(tensor: torch.Tensor | None) -> int:
-    return tensor_bytes(tensor) if tensor is not None else 0

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_aggregate
 
 _COLLECTIVES = "_c10d_functional"
 _KINDS = {
@@ -79,6 +80,19 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def payload(start: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors a collective sends, given by position or by name.
+
+    They are the first argument of its schema: one tensor, or a list in the coalesced forms.
+    """
+    op = overload(start)
+    if op is None:
+        return []
+    value = arguments(start).get(op._schema.arguments[0].name)
+    values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else (value,))
+    return [item for item in values if isinstance(item, fx.Node)]
+
+
 def is_barrier(node: fx.Node) -> bool:
     """True for an op that may communicate but is no functional collective of a known kind.
 
@@ -95,15 +109,23 @@ def is_barrier(node: fx.Node) -> bool:
 
 
 def _called(node: fx.Node) -> list[object]:
-    """Ops and graphs among the arguments of a call: what a higher-order op runs."""
-    owner = node.graph.owning_module
+    """Ops and graphs among the arguments of a call, in lists too: what a higher-order op runs."""
     called: list[object] = []
-    for value in node.args:
-        if isinstance(value, fx.Node) and value.op == "get_attr" and owner is not None:
-            called.append(getattr(owner, str(value.target), None))
-        else:
-            called.append(value)
+
+    def look_up(value: object) -> None:
+        is_attribute = isinstance(value, fx.Node) and value.op == "get_attr"
+        called.append(_attribute(cast("fx.Node", value)) if is_attribute else value)
+
+    map_aggregate(cast("Any", (node.args, node.kwargs)), look_up)
     return called
+
+
+def _attribute(node: fx.Node) -> object:
+    """What a ``get_attr`` node fetches; None if the graph's module lacks it."""
+    value: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _communicates(called: object) -> bool:

@@ -78,7 +78,8 @@ def overlap_graph(
     before = simulate(source.program.schedule)
     limits = _limits(before, memory_limit_bytes)
     if not source.program.collectives or _is_planned(source):
-        return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], ())
+        notes = _over_limit(source, before, limits[-1])
+        return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], notes)
     warnings: list[str] = []
     for limit in limits:
         ranking = rank_choices(
@@ -98,6 +99,19 @@ def overlap_graph(
             f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb"
         )
     return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], warnings)
+
+
+def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> tuple[str, ...]:
+    """A warning if a graph in which nothing can be changed is over the limit."""
+    if before.peak_bytes <= limit_bytes:
+        return ()
+    where = f"the graph peaks at {before.peak_bytes} bytes, the limit is {limit_bytes:.0f}"
+    if source.program.collectives:
+        raise MemoryLimitError(
+            f"{where}, and it has been planned already; plan the original graph, or raise "
+            f"memory_limit_gb"
+        )
+    return (f"{where}, and none of its collectives is free to move",)
 
 
 def _limits(before: Timeline, memory_limit_bytes: float | None) -> tuple[float, ...]:
@@ -161,9 +175,8 @@ def _carry_out(graph: fx.Graph, choice: Choice, source: GraphProgram) -> int:
         nodes[f"{bucket.name}.wait"] = merged.wait
         written += len(merged.pack) + len(merged.wait) + 1
     written += write_order(graph, nodes, choice.plan.order)
-    for node in graph.nodes:
-        if node.name in choice.plan.starts:
-            node.meta[_PLANNED] = choice.plan.digest
+    for name in choice.plan.starts:
+        nodes[name][0].meta[_PLANNED] = choice.plan.digest
     return written
 
 
