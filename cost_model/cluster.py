@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
+from numbers import Real
+from typing import cast
 
 import torch
 
@@ -71,16 +74,24 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.gpus_per_node < 1:
-            raise ValueError(f"gpus_per_node must be at least 1, got {self.gpus_per_node}")
-        if self.contention is not None and not self.contention >= 1.0:
-            raise ValueError(f"contention is a slowdown and must be >= 1, got {self.contention}")
-        known = set(self._profiled)
-        for name, value in self.overrides:
-            if name not in known:
-                raise ValueError(unknown_name("constant", name, known))
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"constant {name} must be finite and >= 0, got {value}")
+        if not _is_count(self.gpus_per_node):
+            raise ValueError(
+                f"gpus_per_node must be at least 1, got {self.gpus_per_node!r}; expected an int"
+            )
+        if self.contention is not None and not (
+            isinstance(self.contention, Real) and 1.0 <= self.contention < math.inf
+        ):
+            raise ValueError(
+                f"contention is a slowdown, a finite number >= 1, or None; got {self.contention!r}"
+            )
+        if not isinstance(self.gpu, str) or not isinstance(self.network, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"gpu must be a name, and network a name or None; got gpu={self.gpu!r}, "
+                f"network={self.network!r}"
+            )
+        _check_overrides(self.overrides, set(self._profiled))
+        if not all(isinstance(curve, Curve) for curve in self.curves):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"curves are Curve objects of a calibration; got {self.curves!r}")
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
@@ -282,6 +293,26 @@ class Cluster:
     def fabric(self) -> str | None:
         """The table of ``profiles/fabrics.toml`` that the network's constants are from."""
         return None if self.network is None else fabric_name(self.network)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_overrides(overrides: Iterable[object], known: set[str]) -> None:
+    """Raise ``ValueError`` for what is no (name, value) pair of a known constant and a number."""
+    for pair in overrides:
+        if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
+            raise ValueError(f"overrides are (name, value) pairs, as in dict.items(); got {pair!r}")
+        name, value = cast("tuple[str, object]", pair)
+        if name not in known:
+            raise ValueError(unknown_name("constant", name, known))
+        if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+            raise ValueError(f"constant {name} must be finite and >= 0, got {value!r}")
+        if value == 0 and name.endswith(("_gb_per_s", "_tflop_per_s")):
+            raise ValueError(f"constant {name} is a rate and must be > 0, got {value!r}")
+        if name == "queue_width" and value < 1:
+            raise ValueError(f"constant queue_width must be at least 1, got {value!r}")
 
 
 def _link_constants(cluster: Cluster, ranks_per_node: int) -> LinkConstants:

@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -50,8 +51,12 @@ __all__ = [
 ]
 
 
+MAX_TIME_US = 1e12
+"""Longest time (us) a user's model may answer, 11 days: beside longer ones, others round away."""
+
+
 class CostModelError(ValueError):
-    """A user's cost model raised, or returned something that is no time."""
+    """A user's cost model raised, or returned something that is no time or no identity."""
 
 
 @runtime_checkable
@@ -231,10 +236,19 @@ class _CheckedCostModel:
         return f"checked {self.model!r}"
 
     def uuid(self) -> str | None:
-        own: Callable[[], str] | None = getattr(self.model, "uuid", None)
+        own: Callable[[], object] | None = getattr(self.model, "uuid", None)
         if own is None:
             return None
-        return f"{type(self.model).__qualname__}:{own()}:{self.fallback.uuid()}"
+        where = f"{type(self.model).__qualname__}.uuid"
+        try:
+            identity = own()
+        except Exception as error:
+            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
+        if identity is None:
+            return None
+        if not isinstance(identity, str):
+            raise CostModelError(f"{where} returned {identity!r}; expected a string, or None")
+        return f"{type(self.model).__qualname__}:{identity}:{self.fallback.uuid()}"
 
     def compute_us(self, node: fx.Node) -> float:
         return self._checked("compute_us", f"{op_name(node)} (node {node.name})", node)
@@ -259,11 +273,20 @@ class _CheckedCostModel:
             value = getattr(self.model, method)(*args)
         except Exception as error:
             raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not isinstance(value, Real) or not 0 <= _float(value) <= MAX_TIME_US:
             raise CostModelError(
-                f"{where} returned {value!r}; expected a finite time in microseconds, >= 0"
+                f"{where} returned {value!r}; expected a number of microseconds between 0 and "
+                f"{MAX_TIME_US:g}"
             )
         return float(value)
+
+
+def _float(value: Real) -> float:
+    """``value`` as a float; inf for an int that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> PricedCluster:
@@ -277,6 +300,8 @@ def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> PricedClu
     """
     if isinstance(cost_model, ClusterCostModel | _CheckedCostModel):
         return cost_model
+    if isinstance(cost_model, type):
+        raise ValueError(f"cost_model {cost_model.__qualname__} is a class; pass an instance of it")
     missing = [m for m in ("compute_us", "collective_us") if not hasattr(cost_model, m)]
     if missing:
         raise ValueError(
@@ -328,7 +353,7 @@ def resolve_cost_model(
         device_type: of the graph's tensors; decides if both are None.
 
     Raises:
-        ValueError: both are given, or the preset is unknown.
+        ValueError: both are given, the preset is unknown, or one of them is something else.
     """
     if cluster is not None and cost_model is not None:
         raise ValueError(
@@ -342,4 +367,9 @@ def resolve_cost_model(
     if isinstance(cluster, str):
         is_file = cluster.endswith(".toml")
         cluster = read_profile(cluster) if is_file else Cluster.preset(cluster)
+    if not isinstance(cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"cluster must be a preset's name, the path of a profile (*.toml), a Cluster or None; "
+            f"got {cluster!r}; prices of your own go into cost_model="
+        )
     return ClusterCostModel(cluster)

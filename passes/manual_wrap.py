@@ -1,6 +1,7 @@
 """Manual wrap: the user names modules, each becomes one bucket per kind of collective.
 
-An entry is a module (or parameter) FQN pattern: ``*`` stands for any text within one level,
+An entry is a module (or parameter) FQN pattern: ``*`` stands for any text within one level (none,
+too: ``layers.1*`` is ``layers.1`` and ``layers.10``),
 ``[0-31]`` for a range of numbers. A pattern makes one bucket for each module it matches; a list of
 patterns makes one bucket of everything they match. A parameter belongs to the bucket of the module
 that holds it, at any depth. Collectives that no entry matches stay single.
@@ -122,27 +123,34 @@ def _patterns(entry: str | tuple[str, ...]) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
+_MAX_RANGE = 10_000
 _TOKEN = re.compile(r"\*|\[(\d+)-(\d+)\]|[^*\[\]]+")
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
     """A regex whose group 1 is the matched module; it also accepts anything below the module."""
     tokens = list(_TOKEN.finditer(pattern))
-    if "".join(token.group() for token in tokens) != pattern or ".." in f".{pattern}.":
+    is_read = "".join(token.group() for token in tokens) == pattern
+    if not is_read or ".." in f".{pattern}." or "**" in pattern:
         raise WrapError(
             f"cannot read the wrap pattern {pattern!r}; a pattern is dotted names in which * "
-            f'stands for any text within a level and [0-31] for a range, such as "layers.[0-15]"'
+            f'stands for any text within a level and [0-31] for a range, such as "layers.[0-15]"; '
+            f"it holds for everything below what it names"
         )
-    return re.compile(f"({''.join(_regex(token) for token in tokens)})(?:\\..*)?")
+    return re.compile(f"(?=.)({''.join(_regex(token) for token in tokens)})(?:\\..*)?")
 
 
 def _regex(token: re.Match[str]) -> str:
     if token.group() == "*":
-        return r"[^.]+"
+        return r"[^.]*"
     if token.group(1) is not None:
         first, last = int(token.group(1)), int(token.group(2))
         if first > last:
             raise WrapError(f"the range {token.group()} is empty; write the smaller number first")
+        if last - first >= _MAX_RANGE:
+            raise WrapError(
+                f"the range {token.group()} has more than {_MAX_RANGE} numbers; write * for any"
+            )
         return f"(?:{'|'.join(str(number) for number in range(first, last + 1))})"
     return re.escape(token.group())
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,15 @@ class Plan:
         """
         try:
             fields = json.loads(text)
-            buckets = tuple(Bucket(b["name"], tuple(b["members"])) for b in fields["buckets"])
-            plan = cls(fields["policy"], buckets, tuple(fields["order"]), tuple(fields["starts"]))
+            buckets = tuple(
+                Bucket(_name(b["name"]), _names(b["members"])) for b in _list(fields["buckets"])
+            )
+            order, starts = _names(fields["order"]), _names(fields["starts"])
+            plan = cls(_name(fields["policy"]), buckets, order, starts)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"expected the JSON text of a plan (policy, buckets, order, starts), got "
-                f"{text[:80]!r}; write one with Plan.to_json()"
+                f"{str(text)[:80]!r}; write one with Plan.to_json()"
             ) from error
         if fields.get("digest", plan.digest) != plan.digest:
             raise ValueError(
@@ -87,3 +90,19 @@ class Plan:
                 f"delete the digest line after editing a plan"
             )
         return plan
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {value!r}")
+    return value
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(_name(item) for item in _list(value))
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {value!r}")
+    return cast("list[Any]", value)

@@ -1,0 +1,130 @@
+"""What users get wrong in options, clusters, cost models and plans, and what they are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.fx as fx
+from support.graphs import GraphBuilder, TestPrices, two_linear_layers
+
+import inductor_overlap as io
+from inductor_overlap.cost_model.pricing import CostModelError
+from inductor_overlap.settings import Settings
+
+pytestmark = pytest.mark.quick
+
+
+class Prices:
+    """A cost model of the user's that answers ``answer`` for every op, 5 us for a collective."""
+
+    def __init__(self, answer: Any, identity: Any = None) -> None:
+        self.answer = answer
+        self.identity = identity
+
+    def compute_us(self, node: fx.Node) -> float:
+        return self.answer
+
+    def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return 5.0
+
+
+class IdentifiedPrices(Prices):
+    def uuid(self) -> str:
+        if isinstance(self.identity, Exception):
+            raise self.identity
+        return self.identity
+
+
+@pytest.mark.parametrize("answer", [3, 3.0, np.float32(3.0), np.int64(3)])
+def test_any_real_number_is_a_time(answer: Any) -> None:
+    # Two matmuls of 3 us, two gathers of 5 us, and 3 us to launch each on H100.
+    launch_us = io.Cluster.preset("h100-ib").launch_us
+    step_us = io.simulate(two_linear_layers(GraphBuilder()), cost_model=Prices(answer)).step_us
+    assert step_us == pytest.approx(2 * 3 + 2 * 5 + 4 * launch_us, rel=0.1)
+
+
+@pytest.mark.parametrize("answer", [-1, float("nan"), float("inf"), 1e308, 10**400, "3", None])
+def test_what_is_no_time_is_refused(answer: Any) -> None:
+    with pytest.raises(CostModelError, match=r"Prices\.compute_us for aten\.mm .* expected"):
+        io.simulate(two_linear_layers(GraphBuilder()), cost_model=Prices(answer))
+
+
+def test_the_identity_of_a_cost_model_is_a_string_or_none() -> None:
+    assert Settings(cost_model=IdentifiedPrices(1, None)).uuid() is None
+    assert "v1" in str(Settings(cost_model=IdentifiedPrices(1, "v1")).uuid())
+    for identity in (3, RuntimeError("no")):
+        with pytest.raises(CostModelError, match=r"IdentifiedPrices\.uuid (returned|raised)"):
+            Settings(cost_model=IdentifiedPrices(1, identity)).uuid()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": 42}, "cluster must be a preset's name"),
+        ({"cluster": Prices(1)}, "prices of your own go into cost_model="),
+        ({"cluster": io.Cluster}, "cluster must be a preset's name"),
+        ({"cost_model": Prices}, "Prices is a class; pass an instance"),
+        ({"wrap": ["layers.**"]}, "holds for everything below"),
+        ({"wrap": ["layers.[0-99999999]"]}, "more than 10000 numbers"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        io.options(**options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gpu": 3}, "gpu must be a name"),
+        ({"network": 5}, "network a name or None"),
+        ({"gpus_per_node": 2.5}, "at least 1, got 2.5; expected an int"),
+        ({"gpus_per_node": "8"}, "expected an int"),
+        ({"contention": float("inf")}, "finite number >= 1"),
+        ({"contention": "2"}, "finite number >= 1"),
+        ({"overrides": {"launch_us": 3}}, "pairs"),
+        ({"overrides": (("hbm_gb_per_s", 0),)}, "is a rate and must be > 0"),
+        ({"overrides": (("queue_width", 0),)}, "at least 1"),
+        ({"curves": (3,)}, "Curve objects"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        io.Cluster(**fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy": 1},
+        {"order": "abc"},
+        {"starts": [1]},
+        {"buckets": {}},
+        {"buckets": [{"name": "b", "members": "ab"}]},
+    ],
+)
+def test_a_plan_of_the_wrong_shape_is_refused(change: dict[str, Any]) -> None:
+    fields = {"policy": "x", "buckets": [], "order": [], "starts": []}
+    assert io.Plan.from_json(json.dumps(fields)) == io.Plan("x")
+    with pytest.raises(ValueError, match="expected the JSON text of a plan"):
+        io.Plan.from_json(json.dumps(fields | change))
+
+
+def test_a_star_also_stands_for_nothing() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 8, 8)
+    for index in (1, 2, 10):
+        x = b.mm(x, b.gather(b.parameter(f"layers.{index}.weight", 2, 8)))
+    report = io.optimize(
+        b.output(x),
+        wrap=[["layers.1*"]],
+        cost_model=TestPrices(latency_us=100.0, matmul_us=1000.0),
+        memory_limit_gb=1.0,
+    )
+    assert [len(bucket.members) for bucket in report.plan.buckets] == [2]
