@@ -264,7 +264,14 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
         graph = cast("fx.Graph", V.graph.graph)
         if isinstance(self.settings.policy, NoWrap) or not any(map(is_start, graph.nodes)):
             return nodes
-        return overlap_snodes(nodes, graph, self.settings.prices(device_type(graph)))
+        prices = self.settings.prices(device_type(graph))
+        try:
+            return overlap_snodes(nodes, graph, prices)
+        except _USER_MISTAKES:
+            raise
+        except Exception:
+            log.exception("ordering kernels failed, please report this; their order is kept")
+            return nodes
 
     @property
     def is_identified(self) -> bool:

@@ -96,7 +96,8 @@ def overlap_graph(
     if before.peak_bytes > limits[-1]:
         raise MemoryLimitError(
             f"the graph peaks at {before.peak_bytes} bytes, the limit is {limits[-1]:.0f}, and "
-            f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb"
+            f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb to "
+            f"{math.ceil(before.peak_bytes / 2**30 * 1e6) / 1e6:.6f}, the graph's own peak"
         )
     return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], warnings)
 
