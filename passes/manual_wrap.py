@@ -175,6 +175,12 @@ def _require_matches(entry: str | tuple[str, ...], names: Sequence[str]) -> None
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
+    if not names:
+        return (
+            f"the wrap entry {pattern!r} matches nothing: no collective of this graph says which "
+            f"parameter it serves; compile with torch.compile, which keeps the names, or pass "
+            f'wrap="auto"'
+        )
     modules = {name.rpartition(".")[0] for name in names} | set(names)
     modules |= {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
     known = sorted(modules - {""})

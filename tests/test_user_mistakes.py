@@ -128,3 +128,11 @@ def test_a_star_also_stands_for_nothing() -> None:
         memory_limit_gb=1.0,
     )
     assert [len(bucket.members) for bucket in report.plan.buckets] == [2]
+
+
+def test_patterns_for_a_graph_without_names_are_refused_for_that_reason() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 8, 8)
+    gm = b.output(b.mm(x, b.gather(b.input("shard", 2, 8))))
+    with pytest.raises(io.WrapError, match=r"no collective .* says which parameter it serves"):
+        io.optimize(gm, wrap=["layers.*"], cost_model=Prices(1.0))
