@@ -6,7 +6,7 @@ it. A size without a hint counts as `UNKNOWN_SIZE`.
 
 from __future__ import annotations
 
-from typing import SupportsIndex, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 
@@ -17,9 +17,9 @@ UNKNOWN_SIZE = 4096
 def size_hint(size: object) -> int:
     """``size`` as an int: itself, the hint of a SymInt, or `UNKNOWN_SIZE`. Adds no guard."""
     if isinstance(size, torch.SymInt):
-        node = size.node
+        node = cast("Any", size.node)  # pyright: ignore[reportUnknownMemberType]
         hint = node.hint if getattr(node, "has_hint", lambda: False)() else None
-        return int(hint) if isinstance(hint, int) else UNKNOWN_SIZE
+        return hint if isinstance(hint, int) else UNKNOWN_SIZE
     return int(cast("SupportsIndex", size))
 
 

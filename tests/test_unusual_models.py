@@ -103,7 +103,9 @@ def frozen() -> nn.Module:
 def two_groups() -> nn.Module:
     torch.manual_seed(3)
     model = Layers()
-    other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    other = DeviceMesh.from_group(group, "cpu")
     io.simple_fsdp(model.layers[0], _mesh())
     io.simple_fsdp(model.layers[1], other)
     return model
