@@ -261,8 +261,10 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
 
         if self.earlier is not None:
             nodes = self.earlier(nodes)
+        if isinstance(self.settings.policy, NoWrap):
+            return nodes
         graph = cast("fx.Graph", V.graph.graph)
-        if isinstance(self.settings.policy, NoWrap) or not any(map(is_start, graph.nodes)):
+        if not any(map(is_start, graph.nodes)):
             return nodes
         prices = self.settings.prices(device_type(graph))
         try:
