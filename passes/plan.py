@@ -44,7 +44,8 @@ class Plan:
 
     def __str__(self) -> str:
         merged = sum(len(bucket.members) for bucket in self.buckets)
-        return f"{self.policy}: {merged} collectives in {len(self.buckets)} buckets"
+        plural = "" if len(self.buckets) == 1 else "s"
+        return f"{self.policy}: {merged} collectives in {len(self.buckets)} bucket{plural}"
 
     @property
     def changes_nothing(self) -> bool:

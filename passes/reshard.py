@@ -45,7 +45,7 @@ def reshard_after_forward(graph: fx.Graph, *, reshard: bool) -> int:
 
 def gather_chain(collective: Collective) -> list[fx.Node]:
     """All nodes from the parameter's input to the last before a node with several inputs."""
-    chain = [*collective.head, collective.start]
+    chain = [*collective.shared_head, *collective.head, collective.start]
     pending = [*collective.waits]
     while pending:
         node = pending.pop(0)
