@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -330,23 +330,32 @@ class _Reader:
         return phases
 
     def _neutral(self, collective: Collective) -> FreeCollective:
-        return FreeCollective(
-            name=collective.name,
-            wait=collective.waits[0].name,
-            kind=collective.kind,
+        return replace(
+            neutral(collective, collective.name, collective.waits[0].name),
             bucket_key=(*collective.bucket_key, self._phase[collective.start]),
-            size_bytes=collective.size_bytes,
-            input_bytes=collective.input_bytes,
-            output_bytes=collective.output_bytes,
-            ranks=collective.ranks,
-            fqn=collective.fqn,
-            module=collective.module,
-            input_position=collective.input_position,
             unpack_is_fused=_only_fused_readers(collective.waits[0]),
             can_merge=not why_not_bucketed(collective),
-            follows=collective.follows,
-            members=bucket_members(collective.start),
         )
+
+
+def neutral(collective: Collective, start: str, wait: str) -> FreeCollective:
+    """What policies see of ``collective``, by the names of its tasks; it may not be merged."""
+    return FreeCollective(
+        name=start,
+        wait=wait,
+        kind=collective.kind,
+        bucket_key=collective.bucket_key,
+        size_bytes=collective.size_bytes,
+        input_bytes=collective.input_bytes,
+        output_bytes=collective.output_bytes,
+        ranks=collective.ranks,
+        fqn=collective.fqn,
+        module=collective.module,
+        input_position=collective.input_position,
+        can_merge=False,
+        follows=collective.follows,
+        members=bucket_members(collective.start),
+    )
 
 
 class _Links:

@@ -23,8 +23,8 @@ import torch.fx as fx
 
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
-from inductor_overlap.passes.bucketing import bucket_members
 from inductor_overlap.passes.collectives import Collective, find_collectives
+from inductor_overlap.passes.graph_schedule import neutral
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import is_backward
 
@@ -80,7 +80,7 @@ class _Reader:
         tasks = [self._task(name, snode) for name, snode in self.snodes.items()]
         wait_names = {c.name: name for name, c in self.wait_of.items()}
         free = [
-            _neutral(c, self.start_names[c.name], wait_names[c.name])
+            neutral(c, self.start_names[c.name], wait_names[c.name])
             for c in self.collectives.values()
             if c.free and c.name in self.start_names and c.name in wait_names
         ]
@@ -218,22 +218,3 @@ def _input_bytes(name: str) -> int:
         return 0
     numel = V.graph.sizevars.optimization_hint(value.get_numel(), fallback=0)
     return int(numel) * value.get_dtype().itemsize
-
-
-def _neutral(collective: Collective, start: str, wait: str) -> FreeCollective:
-    return FreeCollective(
-        name=start,
-        wait=wait,
-        kind=collective.kind,
-        bucket_key=collective.bucket_key,
-        size_bytes=collective.size_bytes,
-        input_bytes=collective.input_bytes,
-        output_bytes=collective.output_bytes,
-        ranks=collective.ranks,
-        fqn=collective.fqn,
-        module=collective.module,
-        input_position=collective.input_position,
-        can_merge=False,
-        follows=collective.follows,
-        members=bucket_members(collective.start),
-    )
