@@ -66,7 +66,6 @@ class _View:
             self._jobs[at] = job
         self._depth_us = precedence.head_us if forward else precedence.tail_us
         self._next = precedence.succs if forward else precedence.preds
-        self._nearest = self._charge(0.0)
 
     def limits(self) -> Iterator[float]:
         """Depths to try, evenly spaced over the collectives; the last admits all of them."""

@@ -75,7 +75,6 @@ class _Reader:
         self.by_start = {collective.start: collective for collective in self.collectives}
         self.task_of: dict[fx.Node, str] = {}
         self.nodes: dict[str, list[fx.Node]] = defaultdict(list)
-        self.durations: dict[str, float] = {}
         self._assign_tasks()
 
     def read(self) -> GraphProgram:
@@ -94,7 +93,6 @@ class _Reader:
             collectives=free,
             movable=frozenset(movable),
             prices=self.prices,
-            num_collectives=len(self.collectives),
         )
         return GraphProgram(
             program, self.collectives, {name: tuple(nodes) for name, nodes in self.nodes.items()}
@@ -253,7 +251,6 @@ class _Reader:
         duration_us = self.prices.collective_us(
             collective.kind, collective.size_bytes, collective.ranks
         )
-        self.durations[collective.name] = duration_us
         if not collective.waits:
             return Task(
                 collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes

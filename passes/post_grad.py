@@ -38,10 +38,9 @@ _PLANNED = "inductor_overlap_planned"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the pass found and did; schedules and timelines before and after."""
+    """What the pass found and did: timelines before and after, and the schedule it left."""
 
     collectives: tuple[Collective, ...]
-    schedule_before: Schedule
     schedule_after: Schedule
     before: Timeline
     after: Timeline
@@ -200,7 +199,6 @@ def _outcome(
 ) -> Outcome:
     return Outcome(
         collectives=source.collectives,
-        schedule_before=source.program.schedule,
         schedule_after=final.program.schedule,
         before=before,
         after=after,

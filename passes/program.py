@@ -65,10 +65,8 @@ class Program:
     collectives: tuple[FreeCollective, ...]
     movable: frozenset[str]
     prices: PricedCluster
-    num_collectives: int
     merged_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Sizes of the collectives that were merged into buckets, by name."""
-    warnings: tuple[str, ...] = field(default=())
 
     def __repr__(self) -> str:
         return f"Program({self.schedule!r}, {len(self.collectives)} free collectives)"

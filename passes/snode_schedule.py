@@ -95,7 +95,6 @@ class _Reader:
             collectives=tuple(free),
             movable=self._movable(free),
             prices=self.prices,
-            num_collectives=len(self.starts),
         )
         return SnodeProgram(program, self.snodes)
 

@@ -60,5 +60,4 @@ def program(schedule: Schedule, collectives: Iterable[FreeCollective]) -> Progra
         collectives=chosen,
         movable=frozenset(name for c in chosen for name in (c.name, c.wait)),
         prices=LinearPrices(),
-        num_collectives=len(chosen),
     )
