@@ -11,7 +11,7 @@ with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -76,45 +76,29 @@ class _Walk:
     def wrap_gathers(self, gathers: Sequence[FreeCollective]) -> list[list[FreeCollective]]:
         ordered = sorted(gathers, key=lambda gather: self.windows.first_use[gather.name])
         most_bytes = self.max_share * sum(gather.size_bytes for gather in ordered)
-        buckets: list[list[FreeCollective]] = []
-        step_us = 0.0
-        for gather in ordered:
-            own_us = self._compute_between(buckets[-1][0], gather) if buckets else 0.0
-            grown = [*buckets[-1], gather] if buckets else [gather]
-            fits = (
-                self._gather_us(grown) <= step_us
+
+        def fits(grown: Sequence[FreeCollective], window_us: float) -> bool:
+            return (
+                self._gather_us(grown) <= window_us
                 and sum(member.size_bytes for member in grown) <= most_bytes
                 and self._fits_memory(grown)
             )
-            # Without compute of its own a bucket cannot hide the next one: it may not close.
-            if not buckets or (own_us > 0.0 and not fits):
-                step_us = own_us
-                buckets.append([gather])
-            else:
-                buckets[-1].append(gather)
-        return buckets
+
+        return _grow(ordered, self._compute_between, fits)
 
     def wrap_reductions(self, reductions: Sequence[FreeCollective]) -> list[list[FreeCollective]]:
         ordered = sorted(reductions, key=lambda r: self.windows.ready_at[r.name])
         most_bytes = self.max_share * sum(reduction.size_bytes for reduction in ordered)
-        buckets: list[list[FreeCollective]] = []
-        window_us = 0.0
-        for reduction in ordered:
-            grown = [*buckets[-1], reduction] if buckets else [reduction]
-            now_us = self._ready_us(reduction)
+
+        def fits(grown: Sequence[FreeCollective], window_us: float) -> bool:
             bucket_us = self._merged_us(grown)
-            fits = (
+            return (
                 bucket_us <= window_us
                 and sum(member.size_bytes for member in grown) <= most_bytes
-                and self.clock_us[-1] - now_us >= _TAIL_FACTOR * bucket_us
+                and self.clock_us[-1] - self._ready_us(grown[-1]) >= _TAIL_FACTOR * bucket_us
             )
-            own_us = now_us - self._ready_us(buckets[-1][0]) if buckets else 0.0
-            if not buckets or (own_us > 0.0 and not fits):
-                window_us = own_us
-                buckets.append([reduction])
-            else:
-                buckets[-1].append(reduction)
-        return buckets
+
+        return _grow(ordered, lambda first, r: self._ready_us(r) - self._ready_us(first), fits)
 
     def _compute_between(self, first: FreeCollective, second: FreeCollective) -> float:
         use = self.windows.first_use
@@ -142,6 +126,28 @@ class _Walk:
     def _scatter_us_by_parameter(self) -> dict[str, float]:
         tasks = self.program.schedule.by_name
         return {r.fqn: tasks[r.name].wire_us for r in self.program.reductions if r.fqn is not None}
+
+
+def _grow(
+    ordered: Sequence[FreeCollective],
+    compute_us: Callable[[FreeCollective, FreeCollective], float],
+    fits: Callable[[Sequence[FreeCollective], float], bool],
+) -> list[list[FreeCollective]]:
+    """Buckets of consecutive collectives, each grown while it ``fits`` the window before it.
+
+    The window is the compute between the first members of the two buckets before. Without compute
+    of its own a bucket cannot hide the next one: it may not close.
+    """
+    buckets: list[list[FreeCollective]] = []
+    window_us = 0.0
+    for collective in ordered:
+        own_us = compute_us(buckets[-1][0], collective) if buckets else 0.0
+        if buckets and (own_us <= 0.0 or fits([*buckets[-1], collective], window_us)):
+            buckets[-1].append(collective)
+        else:
+            window_us = own_us
+            buckets.append([collective])
+    return buckets
 
 
 def _live_at_fixed(program: Program) -> list[int]:
