@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
 from typing import cast
@@ -34,6 +35,7 @@ from inductor_overlap.cost_model.compute_time import (
     memory_us,
 )
 from inductor_overlap.cost_model.curve import Curve
+from inductor_overlap.cost_model.detect import read_surroundings
 from inductor_overlap.cost_model.profile_tables import (
     device_constants,
     device_names,
@@ -42,6 +44,8 @@ from inductor_overlap.cost_model.profile_tables import (
     read_table,
     unknown_name,
 )
+
+_log = logging.getLogger("inductor_overlap")
 
 # Overlap of two pipelined stages that are equally long; see LinkConstants.overlap_order.
 OVERLAP_ORDER = 3.56
@@ -61,8 +65,9 @@ class Cluster:
         share_links: whether communicators on the same NICs or NVLink share their bandwidth.
         contention: factor on compute while a collective is in flight; None: the profile's.
         overrides: constants that replace those of the profiles, as (name, value) pairs.
-        curves: measured times that replace the formulas for their kind and placement. A
-            calibration writes both.
+        curves: measured times that replace the formulas for their kind and placement.
+        errors: relative errors to expect instead of the profiles', as (name, value) pairs. A
+            calibration writes all three.
     """
 
     gpu: str = "h100"
@@ -72,6 +77,7 @@ class Cluster:
     contention: float | None = None
     overrides: tuple[tuple[str, float], ...] = ()
     curves: tuple[Curve, ...] = ()
+    errors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not _is_count(self.gpus_per_node):
@@ -104,6 +110,53 @@ class Cluster:
         if name not in presets:
             raise ValueError(unknown_name("cluster preset", name, presets))
         return cls(**presets[name])
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """The cluster that this job runs on, as far as its ranks can tell; all get the same.
+
+        From the running process group (else torchrun's environment): the device's name and how
+        many ranks a node holds. What cannot be told is assumed, and a warning says so: a device
+        without a profile is an H100, and the network between nodes is the one of the device's
+        usual cluster (``ib-ndr-400x8`` for most, ``eth-10x1`` for CPUs). Collective: every rank
+        must call it.
+
+        Raises:
+            ValueError: ranks run on devices of different names.
+        """
+        found = read_surroundings()
+        if found.device_name is None:
+            usual = cls.preset("cpu-gloo")
+        else:
+            usual = cls.usual(cls.gpu_named(found.device_name))
+            if cls.gpu_named(found.device_name) is None:
+                _log.warning(
+                    "no profile is for device %r; it is priced as %r. Name the nearest, "
+                    "as in Cluster(gpu=...), or calibrate",
+                    found.device_name,
+                    usual.gpu,
+                )
+        if found.num_nodes == 1:
+            # One node may hold any number of ranks: a job with one says nothing about the node.
+            return replace(usual, network=None)
+        network = usual.network or "eth-10x1"
+        _log.warning(
+            "%d nodes of %d ranks were found; the network between them is taken for %r: name "
+            "yours, as in Cluster(network=...), or calibrate",
+            found.num_nodes,
+            found.ranks_per_node,
+            network,
+        )
+        return replace(usual, network=network, gpus_per_node=found.ranks_per_node)
+
+    @classmethod
+    def usual(cls, gpu: str | None) -> Cluster:
+        """The preset that ``gpu`` is most often found in; None, or one in no preset: an H100's."""
+        presets = (f"{gpu}-ib", f"{gpu}-nvl72", f"{gpu}-slingshot")
+        known = next((name for name in presets if name in cls.presets()), None)
+        if known is not None:
+            return cls.preset(known)
+        return replace(cls.preset("h100-ib"), gpu=gpu or "h100")
 
     @staticmethod
     def presets() -> tuple[str, ...]:

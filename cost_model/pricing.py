@@ -314,8 +314,8 @@ def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> PricedClu
 def default_cluster(device_type: str) -> Cluster:
     """The cluster assumed when the user names none, by the device type of the graph's tensors.
 
-    "cpu" is gloo on this machine; "cuda" is eight GPUs a node on InfiniBand, of the model that the
-    CUDA runtime names if one of the profiles is it, else H100. The model's name is the only fact
+    "cpu" is gloo on this machine; "cuda" is the usual cluster of the model that the CUDA runtime
+    names if one of the profiles is it, else H100s on InfiniBand. The model's name is the only fact
     that is read from a device; a job of mixed models must name its cluster.
 
     Raises:
@@ -328,9 +328,7 @@ def default_cluster(device_type: str) -> Cluster:
             f"no cluster profile is for device type {device_type!r}; pass cluster= (one of "
             f"{', '.join(Cluster.presets())}) or your own cost_model="
         )
-    gpu = _visible_gpu() if device_type == "cuda" else None
-    preset = f"{gpu}-ib"
-    return Cluster.preset(preset if preset in Cluster.presets() else "h100-ib")
+    return Cluster.usual(_visible_gpu() if device_type == "cuda" else None)
 
 
 def _visible_gpu() -> str | None:

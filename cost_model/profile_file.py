@@ -13,6 +13,9 @@ date = "2026-11-29"
 [constants]               # replace those of the shipped profiles; units are in the names
 base_us = 5.1
 
+[errors]                  # relative errors to expect of predictions: the residuals of the fit
+collective = 0.03
+
 [[curve]]                 # measured times of one kind on one placement
 kind = "all_reduce"
 num_nodes = 2
@@ -36,7 +39,7 @@ from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.profile_tables import unknown_name
 
-_SECTIONS = ("cluster", "origin", "constants", "curve")
+_SECTIONS = ("cluster", "origin", "constants", "errors", "curve")
 _CLUSTER_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "gpu": str,
     "network": str,
@@ -57,6 +60,7 @@ def write_profile(cluster: Cluster, path: str | Path, origin: Mapping[str, str])
     ]
     lines += ["", "[origin]", *(f"{key} = {_toml(value)}" for key, value in origin.items())]
     lines += ["", "[constants]", *(f"{key} = {value:.6g}" for key, value in cluster.overrides)]
+    lines += ["", "[errors]", *(f"{what} = {error:.3g}" for what, error in cluster.errors)]
     for curve in cluster.curves:
         lines += ["", "[[curve]]"]
         lines += [f"{key} = {_toml(getattr(curve, key))}" for key in _CURVE_KEYS]
@@ -85,10 +89,18 @@ def _cluster(tables: Mapping[str, Any]) -> Cluster:
     for key, value in described.items():
         if not isinstance(value, _CLUSTER_TYPES[key]):
             raise ValueError(f"[cluster] {key} has the wrong type: {value!r}")
-    constants = cast("dict[str, float]", tables.get("constants", {}))
-    overrides = tuple((name, float(value)) for name, value in sorted(constants.items()))
     curves = tuple(_curve(table) for table in tables.get("curve", []))
-    return Cluster(**described, overrides=overrides, curves=curves)
+    return Cluster(
+        **described,
+        overrides=_numbers(tables, "constants"),
+        curves=curves,
+        errors=_numbers(tables, "errors"),
+    )
+
+
+def _numbers(tables: Mapping[str, Any], section: str) -> tuple[tuple[str, float], ...]:
+    named = cast("dict[str, float]", tables.get(section, {}))
+    return tuple((name, float(value)) for name, value in sorted(named.items()))
 
 
 def _curve(table: Mapping[str, Any]) -> Curve:

@@ -1,7 +1,7 @@
 """The command ``inductor-overlap``: parses arguments, sets exit codes, prints errors.
 
-Exit codes: 0 the demo's numbers are equal, 1 they differ or it failed, 2 wrong usage, 130 Ctrl-C,
-143 terminated.
+Exit codes: 0 a profile was written or the demo's numbers are equal, 1 they differ or it failed, 2
+wrong usage, 130 Ctrl-C, 143 terminated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from inductor_overlap.calibrate_command import add_parser as add_calibrate_parser
+from inductor_overlap.calibrate_command import run_calibrate
 from inductor_overlap.demo import DemoError, DemoSettings, RankError, run_demo
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -32,7 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ending by SystemExit, not by the signal, lets the demo end its ranks first.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    return _demo(arguments)
+    run = _demo if arguments.command == "demo" else _calibrate
+    console = Console()
+    try:
+        return run(arguments, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="write the reports there: JSON, traces for ui.perfetto.dev, pictures (matplotlib)",
     )
+    add_calibrate_parser(commands)
     return parser
 
 
@@ -73,18 +82,26 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    console = Console()
+def _demo(arguments: argparse.Namespace, console: Console) -> int:
     try:
         settings = DemoSettings(num_steps=arguments.steps)
         return 0 if run_demo(settings, console, arguments.save) else 1
     except (DemoError, RankError) as error:
-        # Tracebacks have brackets, which rich would read as markup.
-        Console(stderr=True).print(f"error: {error}", markup=False, style="red")
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return _INTERRUPTED
+        return _failed(error)
+
+
+def _calibrate(arguments: argparse.Namespace, console: Console) -> int:
+    try:
+        run_calibrate(arguments, console)
+    except ValueError as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    # Tracebacks have brackets, which rich would read as markup.
+    Console(stderr=True).print(f"error: {error}", markup=False, style="red")
+    return 1
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

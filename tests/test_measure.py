@@ -6,18 +6,21 @@ import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from inductor_overlap.cost_model.calibrate import Measurement, calibrate, predicted_us
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.measure import measure_collectives
+from inductor_overlap.cost_model.measure import calibrate_live
+from inductor_overlap.cost_model.measure_collectives import measure_collectives
 
 SIZES = (4096, 65536, 1048576)
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def measure() -> tuple[list[Measurement], list[tuple[int, int]], str]:
-    """What one rank measures, the progress it saw, and the identity of what it fits."""
-    seen: list[tuple[int, int]] = []
-    measured = measure_collectives(SIZES, progress=lambda done, total: seen.append((done, total)))
-    return measured, seen, calibrate(Cluster.preset("cpu-gloo"), measured).uuid()
+def calibrated() -> tuple[Cluster, list[tuple[str, float]]]:
+    """What one rank fits, and the progress it saw."""
+    seen: list[tuple[str, float]] = []
+    fitted = calibrate_live(
+        sizes_bytes=SIZES, budget_s=2.0, progress=lambda what, share: seen.append((what, share))
+    )
+    return fitted, seen
 
 
 def refuse() -> list[str]:
@@ -32,16 +35,14 @@ def refuse() -> list[str]:
 
 @pytest.mark.gloo
 def test_all_ranks_measure_the_same_and_fit_the_same_cluster() -> None:
-    (first, seen, identity), (second, _, other) = run_ranks(measure, 2)
+    (first, seen), (second, _) = run_ranks(calibrated, 2)
     assert first == second
-    assert identity == other
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    assert [(m.kind, m.size_bytes) for m in first] == [(k, s) for k in kinds for s in SIZES]
-    assert {(m.num_nodes, m.ranks_per_node) for m in first} == {(1, 2)}
-    assert seen == [(i, 60) for i in range(1, 61)]
-    fitted = calibrate(Cluster.preset("cpu-gloo"), first)
-    largest = [m for m in first if m.size_bytes == SIZES[-1]]
-    assert [predicted_us(fitted, m) for m in largest] == pytest.approx([m.time_us for m in largest])
+    assert [(c.kind, c.sizes_bytes) for c in first.curves] == [(k, SIZES) for k in sorted(KINDS)]
+    assert {(c.num_nodes, c.ranks_per_node) for c in first.curves} == {(1, 2)}
+    assert [share for what, share in seen if what == "sizes"][-1] == 1.0
+    assert [share for what, share in seen if what == "compute"][-1] == 1.0
+    assert {what for what, _ in first.errors} == {"attention", "collective", "matmul", "memory"}
+    assert first.contention is not None
 
 
 @pytest.mark.gloo
@@ -56,3 +57,5 @@ def test_measuring_needs_a_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="needs a running process group of at least two ranks"):
         measure_collectives()
+    with pytest.raises(ValueError, match="needs a running process group of at least two ranks"):
+        calibrate_live()

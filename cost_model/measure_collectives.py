@@ -1,0 +1,228 @@
+"""Time collectives on the running process group.
+
+What is timed is what compiled graphs run: functional collectives and their wait, output and all. A
+sample is a run of several, back to back, as nccl-tests times them; its time is that of the slowest
+rank; a case is the median of its samples. A round visits every case once, so that a disturbance of
+the machine does not fall on one case alone. Sizes rise until the next would take too long, and slow
+cases are sampled less often, so the whole takes a bounded time on any network; where the sizes end
+the formulas continue.
+
+Every rank must call `measure_collectives`, and every rank gets the same list: counts and times are
+agreed by all-reduce. Refused (``ValueError``): no process group, a single rank, bad sizes, an
+unknown kind.
+"""
+
+# torch.distributed is partially typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS, check_collective
+from inductor_overlap.cost_model.detect import read_surroundings
+from inductor_overlap.cost_model.measurements import CollectiveMeasurement
+
+DEFAULT_SIZES = tuple(2**exponent for exponent in range(10, 27))
+"""1 KiB to 64 MiB in steps of 2: small gradients to large buckets."""
+BUDGET_S = 60.0
+"""How long all kinds and sizes may take together, whatever the network."""
+FIRST_SHARE = 0.75
+"""Share of the budget for a first sample of every size."""
+SAMPLES = 9
+SAMPLE_US = 20e3
+"""Length of a sample: longer than a scheduler takes to give a core back."""
+MAX_RUNS = 50
+_ITEM_BYTES = 4
+
+Progress = Callable[[str, float], None]
+"""Called with what is measured and the share of it that is done."""
+
+
+@dataclass(slots=True)
+class _Case:
+    """One kind and size; its samples are agreed times (us) of one collective.
+
+    The first sample, which also warms buffers up, counts only where there is no other.
+    """
+
+    kind: str
+    size_bytes: int
+    first_us: float
+    samples_us: list[float] = field(default_factory=list[float])
+    spent_s: float = 0.0
+
+    @property
+    def time_us(self) -> float:
+        return median(self.samples_us or [self.first_us])
+
+    @property
+    def runs(self) -> int:
+        """Collectives of one more sample."""
+        return max(1, min(MAX_RUNS, round(SAMPLE_US / self.time_us)))
+
+    def has_time(self, share_s: float) -> bool:
+        """Whether one more sample keeps the case within ``share_s``."""
+        return self.spent_s + self.runs * self.time_us * 1e-6 <= share_s
+
+    def add(self, sample_us: float, runs: int) -> None:
+        self.samples_us.append(sample_us)
+        self.spent_s += runs * sample_us * 1e-6
+
+
+def measure_collectives(
+    sizes_bytes: Sequence[int] = DEFAULT_SIZES,
+    kinds: Sequence[str] = COLLECTIVE_KINDS,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    budget_s: float = BUDGET_S,
+    placement: tuple[int, int] | None = None,
+) -> list[CollectiveMeasurement]:
+    """Times of ``kinds`` at ``sizes_bytes`` on the default process group.
+
+    Args:
+        sizes_bytes: nccl-tests sizes; rounded down to what all ranks can share equally.
+        kinds: collectives to measure.
+        device: of the tensors; the device of the backend.
+        progress: called after each sample, on every rank.
+        budget_s: about how long it may take; the largest sizes are left out if one run of each
+            takes longer.
+        placement: nodes, and ranks on each; None: as `read_surroundings` finds them.
+
+    Raises:
+        ValueError: no process group of at least two ranks, a size that is too small to share, or
+                an unknown kind.
+    """
+    check_process_group()
+    for kind in kinds:
+        check_collective(kind, 1, 2)
+    sizes = [_shared_size(size) for size in sorted(sizes_bytes)]
+    report = progress or _ignore
+    on = torch.device(device)
+    cases = _first_samples(sizes, kinds, on, FIRST_SHARE * budget_s, report)
+    left_s = budget_s - 1e-6 * sum(case.first_us for case in cases)
+    _further_samples(cases, on, left_s / len(cases), report)
+    num_nodes, ranks_per_node = placement or _placement()
+    return [
+        CollectiveMeasurement(case.kind, case.size_bytes, num_nodes, ranks_per_node, case.time_us)
+        for case in cases
+    ]
+
+
+def _ignore(what: str, share: float) -> None:
+    """The progress of a calibration that nobody watches."""
+
+
+def _placement() -> tuple[int, int]:
+    found = read_surroundings()
+    return found.num_nodes, found.ranks_per_node
+
+
+def check_process_group() -> None:
+    """Raise ``ValueError`` unless a process group of at least two ranks runs."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ValueError(
+            "a live calibration needs a running process group of at least two ranks; start it with "
+            "torchrun and call torch.distributed.init_process_group first"
+        )
+
+
+def _shared_size(size_bytes: int) -> int:
+    share = dist.get_world_size() * _ITEM_BYTES
+    if size_bytes < share:
+        raise ValueError(f"a size of {size_bytes} bytes is less than {share}, one item a rank")
+    return size_bytes // share * share
+
+
+def _first_samples(
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    device: torch.device,
+    budget_s: float,
+    progress: Progress,
+) -> list[_Case]:
+    """One collective of each kind and size, up to sizes for which ``budget_s`` is too short.
+
+    A first collective of the least size, untimed, sets up connections.
+    """
+    cases: list[_Case] = []
+    for kind in kinds:
+        _sample_us(kind, sizes[0], 1, device)
+        left_us = 1e6 * budget_s / len(kinds)
+        for size in sizes:
+            case = _Case(kind, size, _sample_us(kind, size, 1, device))
+            cases.append(case)
+            progress("sizes", len(cases) / (len(sizes) * len(kinds)))
+            left_us -= case.first_us
+            if left_us < 2 * case.first_us:
+                break
+    return cases
+
+
+def _further_samples(
+    cases: Sequence[_Case], device: torch.device, share_s: float, progress: Progress
+) -> None:
+    """Samples of every case in turn, each case as often as ``share_s`` allows."""
+    for number in range(SAMPLES):
+        for case in cases:
+            if case.has_time(share_s):
+                runs = case.runs
+                case.add(_sample_us(case.kind, case.size_bytes, runs, device), runs)
+        progress("collectives", (number + 1) / SAMPLES)
+
+
+def _sample_us(kind: str, size_bytes: int, runs: int, device: torch.device) -> float:
+    """Mean time (us) of ``runs`` collectives, back to back, on the slowest rank."""
+    run = _collective(kind, size_bytes // _ITEM_BYTES, device)
+    dist.barrier()
+    synchronise(device)
+    begin = time.perf_counter()
+    for _ in range(runs):
+        run()
+    synchronise(device)
+    return slowest_us((time.perf_counter() - begin) * 1e6 / runs, device)
+
+
+def slowest_us(own_us: float, device: torch.device) -> float:
+    """The largest of the ranks' times."""
+    time_us = torch.tensor([own_us], dtype=torch.float64, device=device)
+    dist.all_reduce(time_us, op=dist.ReduceOp.MAX)
+    return float(time_us)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A call of ``kind`` whose nccl-tests size is ``items`` fp32 values."""
+    start = start_collective(kind, items, device)
+    wait = cast("Callable[[torch.Tensor], torch.Tensor]", _FUNCTIONAL.wait_tensor)
+    return lambda: wait(start())
+
+
+_FUNCTIONAL: Any = torch.ops._c10d_functional
+
+
+def start_collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """A call that starts ``kind`` on ``items`` fp32 values in all; wait for what it returns."""
+    ranks = dist.get_world_size()
+    group = cast("Any", dist.group.WORLD).group_name
+    whole = torch.ones(items, device=device)
+    part = torch.ones(items // ranks, device=device)
+    split = [items // ranks] * ranks
+    op, arguments = {
+        "all_gather": (_FUNCTIONAL.all_gather_into_tensor, (part, ranks, group)),
+        "reduce_scatter": (_FUNCTIONAL.reduce_scatter_tensor, (whole, "sum", ranks, group)),
+        "all_reduce": (_FUNCTIONAL.all_reduce_, (whole, "sum", group)),
+        "all_to_all": (_FUNCTIONAL.all_to_all_single, (whole, split, split, group)),
+    }[kind]
+    return lambda: op(*arguments)

@@ -1,0 +1,210 @@
+"""Time kernels of this machine while all ranks of the process group run the same.
+
+Matmuls, fused attention and memory-bound kernels of the sizes a small training step has, and how
+much collectives in flight slow them down. All ranks begin together, so that what they share (cores,
+memory) is shared as in training; the time that counts is that of the slowest rank, so that every
+rank gets the same list. For CPUs: GPUs have tables in the profiles, and a burst of one kernel on an
+idle GPU says little about a training step.
+"""
+
+# torch.distributed is partially typed.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from inductor_overlap.cost_model.measure_collectives import (
+    Progress,
+    check_process_group,
+    slowest_us,
+    start_collective,
+)
+from inductor_overlap.cost_model.measurements import (
+    AttentionMeasurement,
+    MatmulMeasurement,
+    Measurement,
+    MemoryMeasurement,
+)
+
+MATMULS = (
+    (256, 256, 256),
+    (256, 1024, 512),
+    (512, 512, 512),
+    (1024, 512, 512),
+    (1024, 2048, 512),
+    (512, 512, 1024),
+    (2048, 512, 2048),
+)
+"""(m, n, k) of linear layers, forward and backward, in models that a CPU can train."""
+MATMUL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ATTENTIONS = ((2, 8, 256, 64), (1, 8, 1024, 64), (4, 4, 128, 32))
+"""(batch, heads, seq, head dim)"""
+MEMORY_ITEMS = (2**6, 2**17, 2**19, 2**21, 2**23)
+"""fp32 items of a pointwise kernel: from the fixed time of a kernel to beyond any cache."""
+SAMPLES = 7
+BUDGET_S = 10.0
+"""How long all kernels may take together."""
+CONTENTION_SAMPLES = 3
+CONTENTION_US = 0.3e6
+"""At most how long a collective is in flight beside compute."""
+MOST_CONTENTION = 20.0
+"""Bound for what is measured: with it compute beside a collective practically stands still."""
+_CPU = torch.device("cpu")
+
+_Case = tuple[Callable[[], object], Callable[[float], Measurement]]
+
+
+def measure_compute(
+    progress: Progress | None = None, budget_s: float = BUDGET_S
+) -> list[Measurement]:
+    """Times of CPU kernels with as many threads as this process uses.
+
+    Args:
+        progress: called after each kernel, on every rank.
+        budget_s: about how long it may take.
+
+    Raises:
+        ValueError: no process group of at least two ranks.
+    """
+    check_process_group()
+    cases = [*_matmuls(), *_attentions(), *_memory_kernels()]
+    sample_us = 1e6 * budget_s / len(cases) / (SAMPLES + 1)
+    measured: list[Measurement] = []
+    with torch.no_grad():
+        for number, (run, measurement) in enumerate(cases, start=1):
+            dist.barrier()
+            measured.append(measurement(slowest_us(_median_us(run, sample_us), _CPU)))
+            if progress is not None:
+                progress("compute", number / len(cases))
+    return measured
+
+
+def _median_us(run: Callable[[], object], sample_us: float) -> float:
+    """Median time (us) of one run over samples of ``sample_us``, after one that warms up."""
+    run()
+    runs = max(1, int(sample_us / _mean_us(run, 1)))
+    return median(_mean_us(run, runs) for _ in range(SAMPLES))
+
+
+def _mean_us(run: Callable[[], object], runs: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(runs):
+        run()
+    return max(1e-3, (time.perf_counter() - begin) * 1e6 / runs)
+
+
+def _matmuls() -> Iterator[_Case]:
+    for name, dtype in MATMUL_DTYPES.items():
+        for m, n, k in MATMULS:
+            left, right = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
+            yield _matmul(left, right, name)
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor, name: str) -> _Case:
+    (m, k), n = left.shape, right.shape[1]
+    result = left.new_empty(m, n)
+    return (
+        lambda: torch.mm(left, right, out=result),
+        lambda time_us: MatmulMeasurement(1, m, n, k, name, time_us),
+    )
+
+
+def _attentions() -> Iterator[_Case]:
+    for shape in ATTENTIONS:
+        for backward in (False, True):
+            yield _attention(shape, backward)
+
+
+def _attention(shape: tuple[int, int, int, int], backward: bool) -> _Case:
+    ops = cast("Any", torch.ops.aten)
+    query = torch.rand(shape)
+    forward = ops._scaled_dot_product_flash_attention_for_cpu
+    result, logsumexp = forward(query, query, query, 0.0, True)
+    gradient = ops._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def run() -> object:
+        if not backward:
+            return forward(query, query, query, 0.0, True)
+        return gradient(result, query, query, query, result, logsumexp, 0.0, True)
+
+    return run, lambda time_us: AttentionMeasurement(*shape, "fp32", backward, time_us)
+
+
+def _memory_kernels() -> Iterator[_Case]:
+    for items in MEMORY_ITEMS:
+        for operands in (2, 3):
+            yield _memory_kernel(items, operands)
+
+
+def _memory_kernel(items: int, operands: int) -> _Case:
+    """Activation of one tensor, or sum of two: what a fused kernel reads and writes."""
+    left, right, result = torch.rand(3, items).unbind()
+
+    def run() -> object:
+        if operands == 2:
+            return torch.sigmoid(left, out=result)
+        return torch.add(left, right, out=result)
+
+    return run, lambda time_us: MemoryMeasurement(4 * items * operands, time_us)
+
+
+def measure_contention(time_of_us: Callable[[str, int], float]) -> float:
+    """Factor by which compute is slower while a collective is in flight, on the slowest rank.
+
+    A collective that takes T alone runs beside compute that takes C > T alone. If both together
+    take X, compute got T / f done in the time T, so f = T / (T + C - X): a slowdown of the
+    collective by compute is counted with it, and a schedule's total comes out right.
+
+    Args:
+        time_of_us: time of a collective of a kind and a size (nccl-tests bytes), as measured.
+
+    Raises:
+        ValueError: no process group of at least two ranks.
+    """
+    check_process_group()
+    factors = [
+        _contention(kind, _size_within(CONTENTION_US, kind, time_of_us))
+        for kind in ("all_gather", "reduce_scatter")
+        for _ in range(CONTENTION_SAMPLES)
+    ]
+    return median(factors)
+
+
+def _size_within(limit_us: float, kind: str, time_of_us: Callable[[str, int], float]) -> int:
+    """The largest power of two, from 4 KiB to 64 MiB, that takes at most ``limit_us``."""
+    sizes = (2**exponent for exponent in range(26, 12, -1))
+    return next((size for size in sizes if time_of_us(kind, size) <= limit_us), 2**12)
+
+
+def _contention(kind: str, size_bytes: int) -> float:
+    start = start_collective(kind, size_bytes // 4, _CPU)
+    wait = cast("Callable[[torch.Tensor], torch.Tensor]", torch.ops._c10d_functional.wait_tensor)
+    matmul, _ = _matmul(torch.ones(256, 512), torch.ones(512, 512), "fp32")
+    alone_us = _together_us(lambda: wait(start()))
+    runs = 1 + int(1.5 * alone_us / slowest_us(_mean_us(matmul, 10), _CPU))
+
+    def compute() -> None:
+        for _ in range(runs):
+            matmul()
+
+    def overlapped() -> None:
+        pending = start()
+        compute()
+        wait(pending)
+
+    hidden_us = alone_us + _together_us(compute) - _together_us(overlapped)
+    factor = alone_us / max(hidden_us, alone_us / MOST_CONTENTION)
+    return max(1.0, factor)
+
+
+def _together_us(run: Callable[[], object]) -> float:
+    """Time (us) of one run that all ranks begin together, on the slowest rank."""
+    dist.barrier()
+    return slowest_us(_mean_us(run, 1), _CPU)
