@@ -19,6 +19,7 @@ from inductor_overlap.passes.post_grad import Outcome, overlap_graph
 from inductor_overlap.passes.storages import is_backward
 from inductor_overlap.report import Report
 from inductor_overlap.settings import Settings, Wrap
+from inductor_overlap.wire_dtypes import wire_dtypes
 
 
 def optimize(
@@ -91,6 +92,7 @@ def _report(outcome: Outcome, prices: PricedCluster, name: str) -> Report:
         bound_certificate=outcome.bound.certificate,
         memory_limit_bytes=outcome.memory_limit_bytes,
         name=name,
+        wire_dtypes=wire_dtypes(outcome.collectives),
     )
 
 

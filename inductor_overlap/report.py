@@ -19,6 +19,7 @@ from inductor_overlap.display import format_bytes, format_change, format_us
 from inductor_overlap.exposure import Exposed, explain_exposed
 from inductor_overlap.passes.plan import Plan
 from inductor_overlap.timeline_views import draw_timelines, perfetto_trace
+from inductor_overlap.wire_dtypes import WireDtypes, summarize_wire
 
 __all__ = ["Exposed", "Report", "explain_exposed"]
 
@@ -43,6 +44,7 @@ class Report:
         bound_certificate: why nothing is faster than ``lower_bound_us``.
         memory_limit_bytes: what the peak had to stay under; inf if it had no limit.
         name: which graph this is.
+        wire_dtypes: kind of collective -> parameter -> the dtype in which it travels.
     """
 
     before: Timeline
@@ -58,6 +60,7 @@ class Report:
     bound_certificate: str = ""
     memory_limit_bytes: float = math.inf
     name: str = "graph"
+    wire_dtypes: WireDtypes = field(default_factory=dict[str, Mapping[str, str]])
 
     @property
     def gap(self) -> float:
@@ -95,6 +98,7 @@ class Report:
             ],
             "warnings": list(self.warnings),
             "fallbacks": dict(sorted(self.fallbacks.items())),
+            "wire_dtypes": {kind: dict(found) for kind, found in self.wire_dtypes.items()},
             "plan": self.plan.to_json_dict(),
         }
         return json.dumps(content, indent=1)
@@ -136,6 +140,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"  {_what_was_done(report)}"
     if math.isfinite(report.memory_limit_bytes):
         yield f"  memory limit {format_bytes(report.memory_limit_bytes)}"
+    if report.wire_dtypes:
+        yield f"  parameters on the wire: {'; '.join(summarize_wire(report.wire_dtypes))}"
     yield from _exposed_lines(report.exposed)
     if report.fallbacks:
         listed = ", ".join(f"{op} ({count})" for op, count in sorted(report.fallbacks.items()))
