@@ -2,10 +2,10 @@
 
 What is timed is what compiled graphs run: functional collectives and their wait, output and all. A
 sample is a run of several, back to back, as nccl-tests times them; its time is that of the slowest
-rank; a case is the median of its samples. A round visits every case once, so that a disturbance of
-the machine does not fall on one case alone. Sizes rise until the next would take too long, and slow
-cases are sampled less often, so the whole takes a bounded time on any network; where the sizes end
-the formulas continue.
+rank; a case has the lower quartile of its samples, because other work only ever adds time. A round
+visits every case once, so that a disturbance does not fall on one case alone. Sizes rise until the
+next would take too long, and slow cases are sampled less often, so the whole takes a bounded time
+on any network; where the sizes end the formulas continue.
 
 Every rank must call `measure_collectives`, and every rank gets the same list: counts and times are
 agreed by all-reduce. Refused (``ValueError``): no process group, a single rank, bad sizes, an
@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, cast
 
 import torch
@@ -36,9 +35,9 @@ BUDGET_S = 60.0
 """How long all kinds and sizes may take together, whatever the network."""
 FIRST_SHARE = 0.75
 """Share of the budget for a first sample of every size."""
-SAMPLES = 9
-SAMPLE_US = 20e3
-"""Length of a sample: longer than a scheduler takes to give a core back."""
+SAMPLES = 20
+SAMPLE_US = 5e3
+"""Length of a sample, at least one collective."""
 MAX_RUNS = 50
 _ITEM_BYTES = 4
 
@@ -61,7 +60,7 @@ class _Case:
 
     @property
     def time_us(self) -> float:
-        return median(self.samples_us or [self.first_us])
+        return undisturbed(self.samples_us or [self.first_us])
 
     @property
     def runs(self) -> int:
@@ -188,6 +187,11 @@ def _sample_us(kind: str, size_bytes: int, runs: int, device: torch.device) -> f
         run()
     synchronise(device)
     return slowest_us((time.perf_counter() - begin) * 1e6 / runs, device)
+
+
+def undisturbed(samples_us: Sequence[float]) -> float:
+    """The lower quartile: what a quiet machine takes, without trusting a single lucky sample."""
+    return sorted(samples_us)[(len(samples_us) - 1) // 4]
 
 
 def slowest_us(own_us: float, device: torch.device) -> float:

@@ -2,9 +2,10 @@
 
 Matmuls, fused attention and memory-bound kernels of the sizes a small training step has, and how
 much collectives in flight slow them down. All ranks begin together, so that what they share (cores,
-memory) is shared as in training; the time that counts is that of the slowest rank, so that every
-rank gets the same list. For CPUs: GPUs have tables in the profiles, and a burst of one kernel on an
-idle GPU says little about a training step.
+memory) is shared as in training. A round takes one sample of every kernel, and samples are short,
+so that many fall between the turns that other processes get; the time that counts is that of the
+slowest rank, so that every rank gets the same list. For CPUs: GPUs have tables in the profiles, and
+a burst of one kernel on an idle GPU says little about a training step.
 """
 
 # torch.distributed is partially typed.
@@ -25,6 +26,7 @@ from inductor_overlap.cost_model.measure_collectives import (
     check_process_group,
     slowest_us,
     start_collective,
+    undisturbed,
 )
 from inductor_overlap.cost_model.measurements import (
     AttentionMeasurement,
@@ -35,20 +37,21 @@ from inductor_overlap.cost_model.measurements import (
 
 MATMULS = (
     (256, 256, 256),
+    (128, 2048, 512),
     (256, 1024, 512),
     (512, 512, 512),
-    (1024, 512, 512),
-    (1024, 2048, 512),
     (512, 512, 1024),
-    (2048, 512, 2048),
+    (1024, 512, 512),
 )
-"""(m, n, k) of linear layers, forward and backward, in models that a CPU can train."""
+"""(m, n, k) of linear layers, forward and backward; a few milliseconds each on one core."""
 MATMUL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ATTENTIONS = ((2, 8, 256, 64), (1, 8, 1024, 64), (4, 4, 128, 32))
+ATTENTIONS = ((2, 4, 256, 64), (1, 4, 512, 64), (4, 4, 128, 32))
 """(batch, heads, seq, head dim)"""
-MEMORY_ITEMS = (2**6, 2**17, 2**19, 2**21, 2**23)
-"""fp32 items of a pointwise kernel: from the fixed time of a kernel to beyond any cache."""
-SAMPLES = 7
+MEMORY_ITEMS = (2**6, 2**17, 2**19, 2**21)
+"""fp32 items of a pointwise kernel: from the fixed time of a kernel to beyond a core's caches."""
+SAMPLE_US = 2e3
+"""Length of a sample, at least one run: within the turn that a scheduler gives a process."""
+MIN_SAMPLES, MAX_SAMPLES = 5, 60
 BUDGET_S = 10.0
 """How long all kernels may take together."""
 CONTENTION_SAMPLES = 3
@@ -67,7 +70,7 @@ def measure_compute(
     """Times of CPU kernels with as many threads as this process uses.
 
     Args:
-        progress: called after each kernel, on every rank.
+        progress: called after each round of samples, on every rank.
         budget_s: about how long it may take.
 
     Raises:
@@ -75,22 +78,29 @@ def measure_compute(
     """
     check_process_group()
     cases = [*_matmuls(), *_attentions(), *_memory_kernels()]
-    sample_us = 1e6 * budget_s / len(cases) / (SAMPLES + 1)
-    measured: list[Measurement] = []
     with torch.no_grad():
-        for number, (run, measurement) in enumerate(cases, start=1):
+        warm_us = [_warm_us(run) for run, _ in cases]
+        runs = [max(1, int(SAMPLE_US / time_us)) for time_us in warm_us]
+        round_us = sum(count * time_us for count, time_us in zip(runs, warm_us, strict=True))
+        rounds = int(budget_s * 1e6 / slowest_us(round_us, _CPU))
+        rounds = max(MIN_SAMPLES, min(MAX_SAMPLES, rounds))
+        samples_us: list[list[float]] = []
+        for number in range(1, rounds + 1):
             dist.barrier()
-            measured.append(measurement(slowest_us(_median_us(run, sample_us), _CPU)))
+            samples_us.append([_mean_us(run, n) for (run, _), n in zip(cases, runs, strict=True)])
             if progress is not None:
-                progress("compute", number / len(cases))
-    return measured
+                progress("compute", number / rounds)
+    own_us = [undisturbed(times_us) for times_us in zip(*samples_us, strict=True)]
+    return [
+        measurement(slowest_us(time_us, _CPU))
+        for (_, measurement), time_us in zip(cases, own_us, strict=True)
+    ]
 
 
-def _median_us(run: Callable[[], object], sample_us: float) -> float:
-    """Median time (us) of one run over samples of ``sample_us``, after one that warms up."""
+def _warm_us(run: Callable[[], object]) -> float:
+    """Time (us) of a second run: the first one sets up buffers and caches."""
     run()
-    runs = max(1, int(sample_us / _mean_us(run, 1)))
-    return median(_mean_us(run, runs) for _ in range(SAMPLES))
+    return _mean_us(run, 1)
 
 
 def _mean_us(run: Callable[[], object], runs: int) -> float:
