@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def run(arguments: argparse.Namespace) -> list[Measured]:
             measured.append(measure(spec, network))
             print(f"\n{rate_table(measured[-1])}\n", flush=True)
             _write(arguments.out, heading, measured)
+            _keep_profile(place, arguments.out)
     print(summary(measured), flush=True)
     return measured
 
@@ -176,6 +178,13 @@ def _write(out: Path, heading: str, measured: Sequence[Measured]) -> None:
         draw(measured, out.with_suffix(".png"))
     except ImportError:
         print("no picture: matplotlib is not installed (pip install -e '.[plot]')")
+
+
+def _keep_profile(folder: Path, out: Path) -> None:
+    """The calibrated profile of a rate, beside the results: other runs can plan with it."""
+    profile = folder / "profile.toml"
+    if profile.exists():
+        shutil.copy(profile, out.with_name(f"{out.name}-{folder.name}.toml"))
 
 
 def _spec(arguments: argparse.Namespace, rate_mbit: int, allocator: Path, folder: Path) -> RankSpec:

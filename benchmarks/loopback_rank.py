@@ -39,9 +39,9 @@ from loopback_results import Prediction, RankResult, RankSpec, Trained
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.measure import measure_collectives
+from inductor_overlap.cost_model.measure import calibrate_live
+from inductor_overlap.cost_model.profile_file import write_profile
 from inductor_overlap.models.llama3 import Llama3Config
 from inductor_overlap.report import Report
 
@@ -88,8 +88,8 @@ class _Rank:
         self.config = Llama3Config(
             dim=spec.dim,
             num_layers=spec.layers,
-            ffn_dim=3 * spec.dim,
-            vocab_size=8 * spec.dim,
+            ffn_dim=-(-8 * spec.dim // 96) * 32,  # 8/3 of dim, as Llama has it, in whole lines
+            vocab_size=spec.dim,
             max_seq=spec.seq,
         )
         self.entries = {name: _Entry() for name in spec.contenders}
@@ -97,7 +97,7 @@ class _Rank:
     def run(self) -> RankResult:
         mesh = init_device_mesh("cpu", (self.spec.num_ranks,))
         self.tell("calibrates")
-        setup = Setup(self.config, mesh, _calibrated())
+        setup = Setup(self.config, mesh, self.calibrated())
         for name in self.entries:
             self.tell(f"compiles {name}")
             self.attempt(name, lambda entry, name=name: self.first_step(entry, name, setup))
@@ -115,6 +115,14 @@ class _Rank:
                 result.compute_s.append(forward_s + backward_s)
                 result.communication_s.append(self.communicate())
         return result
+
+    def calibrated(self) -> Cluster:
+        """The product's own live calibration, of the collectives that a step has."""
+        cluster = calibrate_live(kinds=("all_gather", "reduce_scatter"))
+        if self.spec.rank == 0:
+            origin = {"source": "benchmarks/loopback.py", "rate_mbit": str(self.spec.rate_mbit)}
+            write_profile(cluster, Path(self.spec.folder) / "profile.toml", origin)
+        return cluster
 
     def tell(self, what: str) -> None:
         if self.spec.rank == 0:
@@ -233,15 +241,6 @@ def _ends_us(report: Report) -> float:
     stalls = [span for span in report.after.spans if span.kind == "wait"]
     ends = {*stalls[:1], *(stalls[-1:] if report.name == "backward" else ())}
     return sum(span.end_us - span.start_us for span in ends)
-
-
-def _calibrated() -> Cluster:
-    return calibrate(
-        Cluster.preset("cpu-gloo"),
-        measure_collectives(
-            sizes_bytes=(2**12, 2**16, 2**20, 2**23), kinds=("all_gather", "reduce_scatter")
-        ),
-    )
 
 
 def _buffers(kind: str, size_bytes: int, num_ranks: int) -> tuple[Tensor, Tensor]:
