@@ -1,4 +1,4 @@
-"""What `simple_fsdp` leaves as it was in a module, and what it refuses; on a fake group."""
+"""What `simple_fsdp` changes in a module and what it leaves as it was; on a fake group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from support.ranks import fake_process_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
@@ -20,7 +21,6 @@ from torch.distributed.tensor.placement_types import (
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
 from inductor_overlap.simple_fsdp import (
     MixedPrecisionPolicy,
-    accumulate_gradients,
     initializing,
     simple_fsdp,
 )
@@ -225,69 +225,64 @@ def test_initialising_reads_the_shards(mesh: DeviceMesh) -> None:
     assert type(linear.weight) is Tensor
 
 
-def refused(message: str, module: nn.Module, mesh: DeviceMesh, **options: object) -> None:
-    with pytest.raises(ValueError, match=message):
-        simple_fsdp(module, mesh, **options)  # pyright: ignore[reportArgumentType]
+def test_submodules_on_another_mesh_stay_as_they_are(mesh_2d: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 8))
+    simple_fsdp(model[1], mesh_2d["tp"], mode="replicate")
+    simple_fsdp(model, mesh_2d["dp"])
+    first, second = model
+    assert shard_of(first).device_mesh == mesh_2d["dp"]
+    assert shard_of(second).device_mesh == mesh_2d["tp"]
+    assert shard_of(second).placements == (Replicate(),)
 
 
-def test_user_mistakes_name_what_was_expected_what_came_and_the_remedy(mesh: DeviceMesh) -> None:
-    linear = nn.Linear(3, 8)
-    refused("unknown mode 'zero3': choose one of 'fully_shard', 'hy", linear, mesh, mode="zero3")
-    refused(
-        r"'hybrid_shard' needs a mesh of 2 dimensions, got one of 1 with shape \(4,\): build one",
-        linear,
-        mesh,
-        mode="hybrid_shard",
-    )
-    refused(r"shard_dim must lie in \[-2, 1\], .*got 2", linear, mesh, shard_dim=2)
-    refused(
-        r"overrides\['nrom'\] matches no parameter: .*nearest are",
-        linear,
-        mesh,
-        mp_policy=MixedPrecisionPolicy(overrides={"nrom": MixedPrecisionPolicy()}),
-    )
-    refused(
-        r"module '0' \(GRU\) keeps its parameters in the plain attribute '_flat_weights'",
-        nn.Sequential(nn.GRU(2, 2)),
-        mesh,
-    )
-    assert type(linear.weight) is nn.Parameter, "a refused module is left alone"
-    simple_fsdp(linear, mesh)
-    refused("applied to '0' before: apply it once", nn.Sequential(linear), mesh)
+def test_integers_are_not_cast(mesh: DeviceMesh) -> None:
+    weights = nn.Parameter(torch.ones(8, 4, dtype=torch.int8), requires_grad=False)
+    module = nn.ParameterDict({"quantized": weights, "scale": torch.ones(8)})
+    simple_fsdp(module, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert module["quantized"].dtype == torch.int8
+    assert module["scale"].dtype == torch.bfloat16
 
 
-def test_meshes_that_do_not_fit_are_refused(mesh_2d: DeviceMesh) -> None:
-    refused(
-        r"'fully_shard' needs .* of 1 dimension, got one of 2.*mesh\[\"dp\"\]",
-        nn.Linear(2, 2),
-        mesh_2d,
-    )
-    sharded = nn.ParameterDict({"p": distribute_tensor(torch.zeros(4), mesh_2d["dp"], [Shard(0)])})
-    refused(r"'p' is a DTensor on mesh .* which cannot be joined", sharded, mesh_2d["dp"])
-    cuda = DeviceMesh("cuda", torch.arange(4), _init_backend=False)
-    refused(r"'weight' is on 'cpu', the mesh on 'cuda': move the model with", nn.Linear(2, 2), cuda)
+class KeepsParametersTwice(nn.Module):
+    """Beside the registered parameters it keeps a list, a tuple and a dict of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.listed = [self.weight, None, self.bias]
+        self.paired = (self.weight, self.bias)
+        self.by_name = {"w": self.weight}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [
-        (torch.float8_e4m3fn, "float8 needs scales"),
-        (torch.int32, "one of torch.float64"),
-        ("bf16", "got 'bf16'"),
-    ],
-)
-def test_dtypes_a_cast_does_not_serve_are_refused(dtype: torch.dtype, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MixedPrecisionPolicy(param_dtype=dtype)
+def test_plain_containers_of_parameters_follow_the_sharding(mesh: DeviceMesh) -> None:
+    module = simple_fsdp(KeepsParametersTwice(), mesh)
+    weight, nothing, bias = module.listed
+    assert nothing is None and isinstance(weight, Tensor) and isinstance(bias, Tensor)
+    assert type(weight) is Tensor and weight.shape == (8, 4) and bias.shape == (8,)
+    assert [tuple(p.shape) for p in module.paired] == [(8, 4), (8,)]
+    sum(p.sum() for p in module.by_name.values()).backward()
+    assert shard_of(module).grad is not None
 
 
-def test_accumulation_needs_a_sharded_model_and_does_not_nest(mesh: DeviceMesh) -> None:
-    with pytest.raises(ValueError, match="call simple_fsdp"), accumulate_gradients(nn.Linear(2, 2)):
-        pass
-    model = simple_fsdp(nn.Linear(3, 8), mesh)
-    with accumulate_gradients(model):
-        with pytest.raises(ValueError, match="do not nest"), accumulate_gradients(model):
-            pass
-        model(torch.ones(1, 3)).sum().backward()
-        assert shard_of(model).grad is None
-    assert shard_of(model).grad is not None
+def test_recurrent_modules_gather_once_per_forward(mesh: DeviceMesh) -> None:
+    lstm = simple_fsdp(nn.LSTM(4, 8), mesh)
+    with CommDebugMode() as counted:
+        output, _ = lstm(torch.ones(2, 1, 4))
+    gathers = counted.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor]
+    assert gathers == 4, "weights and biases of input and state"
+    output.sum().backward()
+    assert all(p.grad is not None for p in lstm.parameters())
+    copy.deepcopy(lstm)(torch.ones(2, 1, 4))
+
+
+def test_full_tensors_and_shards_can_be_loaded(mesh: DeviceMesh) -> None:
+    values = {"weight": torch.rand(8, 3), "bias": torch.rand(8)}
+    for assign in (False, True):
+        linear = simple_fsdp(nn.Linear(3, 8), mesh)
+        linear.load_state_dict(values, assign=assign)
+        assert torch.equal(shard_of(linear).to_local(), values["weight"][:2])
+        assert shard_of(linear, "bias").placements == (Shard(0),)
+        linear.load_state_dict(linear.state_dict(), assign=assign)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        linear.load_state_dict({**values, "weight": torch.rand(8, 2)})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from inductor_overlap.simple_fsdp.sharded_module import read_plan
+from inductor_overlap.simple_fsdp.mirrors import MirrorError, find_mirrors
+from inductor_overlap.simple_fsdp.sharded_module import own_parameters, read_plan
 
 # Mesh dimensions each mode needs; None: any number.
 MESH_DIMS: dict[str, int | None] = {"fully_shard": 1, "hybrid_shard": 2, "replicate": None}
@@ -25,12 +27,22 @@ _REMEDY = {
 def check_model(model: nn.Module, mesh: DeviceMesh, mode: str, shard_dim: int) -> None:
     """Raises a `ValueError` that names the first thing that does not fit; see `simple_fsdp`."""
     check_mesh(mesh, mode)
-    for path, module in named_modules(model):
-        _check_untouched(path, module)
-    parameters = list(model.named_parameters())
-    for name, parameter in parameters:
-        _check_parameter(name, parameter, mesh)
-    _check_shard_dim(shard_dim, max((p.ndim for _, p in parameters), default=0))
+    sharded = _parameters_sharded_elsewhere(model, mesh)
+    parameters: list[nn.Parameter] = []
+    for path, module in unsharded_modules(model):
+        _check_mirrors(path, module)
+        for name, parameter in own_parameters(module).items():
+            if parameter is None:
+                continue
+            fqn = f"{path}.{name}" if path else name
+            if parameter in sharded:
+                raise ValueError(
+                    f"parameter {fqn!r} is tied to {sharded[parameter]!r}, whose module is sharded "
+                    "over another mesh already: shard both with one call, or untie them"
+                )
+            _check_parameter(fqn, parameter, mesh)
+            parameters.append(parameter)
+    _check_shard_dim(shard_dim, max((p.ndim for p in parameters), default=0))
 
 
 def check_mesh(mesh: DeviceMesh, mode: str) -> None:
@@ -45,33 +57,46 @@ def check_mesh(mesh: DeviceMesh, mode: str) -> None:
         )
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()`, typed."""
-    return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+def unsharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of `model` and every module in it that was not sharded yet."""
+    named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    return ((path, module) for path, module in named if read_plan(module) is None)
 
 
-def _check_untouched(path: str, module: nn.Module) -> None:
-    if read_plan(module) is not None:
-        raise ValueError(
-            f"simple_fsdp was applied to {path or 'this model'!r} before: apply it once, to the "
-            "outermost module"
-        )
-    for attribute, value in vars(module).items():
-        if _holds_parameters(value):
+def _parameters_sharded_elsewhere(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, str]:
+    """The parameters of submodules sharded over other meshes, with their names.
+
+    Raises:
+        ValueError: `model` was sharded before, or a submodule was over `mesh`.
+    """
+    found: dict[nn.Parameter, str] = {}
+    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        plan = read_plan(module)
+        if plan is None:
+            continue
+        if module is model or any(gather.mesh == mesh for _, gather in plan.recipes):
             raise ValueError(
-                f"module {path!r} ({type(module).__name__}) keeps its parameters in the plain "
-                f"attribute {attribute!r} as well, and would go on reading the unsharded ones "
-                "there: register them as parameters only"
+                f"simple_fsdp was applied to {path or 'this model'!r} before: apply it once, to "
+                "the outermost module; only submodules on another mesh are sharded first"
             )
+        own = own_parameters(module).items()
+        found.update({p: f"{path}.{name}" for name, p in own if p is not None})
+    return found
 
 
-def _holds_parameters(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(isinstance(item, nn.Parameter) for item in cast("Iterable[object]", value))
-    return isinstance(value, nn.Parameter)
+def _check_mirrors(path: str, module: nn.Module) -> None:
+    try:
+        find_mirrors(module)
+    except MirrorError as error:
+        raise ValueError(f"module {path!r} ({type(module).__name__}) {error}") from None
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet: call the model once on an example batch, so "
+            "that its lazy modules make their parameters, and shard it then"
+        )
     device_type = parameter.device.type
     if device_type not in (mesh.device_type, "meta"):
         raise ValueError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 Placements = tuple[Placement, ...]
 
@@ -150,6 +150,17 @@ class Gather:
     @property
     def _reduction_dtype(self) -> torch.dtype | None:
         return self.reduce_dtype or self.param_dtype
+
+
+def cut_like(full: Tensor, parameter: DTensor) -> DTensor:
+    """This rank's part of `full`, laid out like `parameter`; nothing is sent.
+
+    Args:
+        full: A plain tensor of the parameter's full shape, the same on every rank.
+        parameter: Says how to cut.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def _averaged(placements: Placements, dim: int) -> Placements:

@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from inductor_overlap.simple_fsdp.checks import check_model, named_modules
+from inductor_overlap.simple_fsdp.checks import check_model, unsharded_modules
 from inductor_overlap.simple_fsdp.gather import Gather, ModelParallel, Placements
+from inductor_overlap.simple_fsdp.mirrors import Mirror, find_mirrors
 from inductor_overlap.simple_fsdp.policy import MixedPrecisionPolicy
 from inductor_overlap.simple_fsdp.sharded_module import (
     ReadPlan,
@@ -44,7 +45,8 @@ def simple_fsdp(
     Parameters on the meta device stay there. State-dict names, `isinstance`, `requires_grad` and
     buffers are unchanged; tied parameters stay tied. Parameters that are DTensors already (after
     `parallelize_module`, say) are cut further on `mesh`, the existing cuts staying inner-most.
-    Gradients are averaged over the ranks of `mesh`.
+    Submodules that were sharded over another mesh (experts, say) stay as they are. Gradients are
+    averaged over the ranks of `mesh`.
 
     Args:
         model: Any module; its parameters are on the mesh's device or on meta.
@@ -60,13 +62,15 @@ def simple_fsdp(
     Raises:
         ValueError: An unknown mode, a mesh with other dimensions than the mode needs, a parameter
             on another device than the mesh's or on a mesh that cannot be joined with it, a
-            `shard_dim` no parameter has, an override that matches nothing, a module that keeps
-            plain references to parameters, or a model sharded before.
+            `shard_dim` no parameter has, an override that matches nothing, a parameter without a
+            shape yet, a plain attribute with parameters that cannot follow, a parameter shared
+            with a module sharded over another mesh, or a model sharded over `mesh` before.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     check_model(model, mesh, mode, shard_dim)
     holders = _holders(model)
     policy.check_matches(holders)
+    mirrors = _mirrors(model)
     recipes: dict[nn.Module, dict[str, Gather]] = defaultdict(dict)
     for fqn, places in holders.items():
         parameter = _parameter_of(places[0])
@@ -76,7 +80,8 @@ def simple_fsdp(
         for module, name in places:
             own_parameters(module)[name] = sharded
             recipes[module][name] = gather
-    _install(model, recipes, [places for places in holders.values() if len(places) > 1])
+    tied = [places for places in holders.values() if len(places) > 1]
+    _install(model, recipes, mirrors, tied)
     return model
 
 
@@ -84,13 +89,22 @@ def _holders(model: nn.Module) -> dict[str, list[_Holder]]:
     """For each distinct parameter, by its first full name, the modules that hold it."""
     first_name: dict[nn.Parameter, str] = {}
     holders: dict[str, list[_Holder]] = {}
-    for path, module in named_modules(model):
+    for path, module in unsharded_modules(model):
         for name, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             fqn = first_name.setdefault(parameter, f"{path}.{name}" if path else name)
             holders.setdefault(fqn, []).append((module, name))
     return holders
+
+
+def _mirrors(model: nn.Module) -> dict[nn.Module, tuple[Mirror, ...]]:
+    """The modules that keep parameters in plain attributes too, which are taken from them."""
+    found = {module: find_mirrors(module) for _, module in unsharded_modules(model)}
+    for module, mirrors in found.items():
+        for mirror in mirrors:
+            del vars(module)[mirror.attribute]
+    return {module: mirrors for module, mirrors in found.items() if mirrors}
 
 
 def _parameter_of(holder: _Holder) -> nn.Parameter:
@@ -109,9 +123,10 @@ def _placements(mode: str, num_mesh_dims: int, num_dims: int, shard_dim: int) ->
 def _recipe(
     parameter: nn.Parameter, mesh: DeviceMesh, placements: Placements, policy: MixedPrecisionPolicy
 ) -> Gather:
-    return Gather(
-        mesh, placements, policy.param_dtype, policy.reduce_dtype, _model_parallel(parameter)
-    )
+    layout = _model_parallel(parameter)
+    if not parameter.is_floating_point():  # quantised weights, say: a cast would lose them
+        return Gather(mesh, placements, model_parallel=layout)
+    return Gather(mesh, placements, policy.param_dtype, policy.reduce_dtype, layout)
 
 
 def _model_parallel(parameter: nn.Parameter) -> ModelParallel | None:
@@ -171,17 +186,35 @@ def _cut_outside(placement: Placement, tensor: DTensor) -> Placement:
 def _install(
     model: nn.Module,
     recipes: dict[nn.Module, dict[str, Gather]],
+    mirrors: dict[nn.Module, tuple[Mirror, ...]],
     tied: list[list[_Holder]],
 ) -> None:
+    scopes = _scopes(model, mirrors, tied)
     shared: dict[nn.Module, set[str]] = defaultdict(set)
-    for module, name in (holder for places in tied for holder in places):
+    for module, name in (holder for scope in scopes.values() for each in scope for holder in each):
         shared[module].add(name)
-    for module in dict.fromkeys([model, *recipes]) if tied else recipes:
+    for module in dict.fromkeys([*scopes, *recipes]):
         plan = ReadPlan(
             tuple(sorted(recipes.get(module, {}).items())),
             frozenset(shared.get(module, ())),
-            opens_scope=bool(tied) and module is model,
+            opens_scope=module in scopes,
+            mirrors=mirrors.get(module, ()),
         )
         gather_on_read(module, plan)
-    if tied:
-        share_gathers(model, tied)
+    for module, parameters in scopes.items():
+        share_gathers(module, parameters)
+
+
+def _scopes(
+    model: nn.Module, mirrors: dict[nn.Module, tuple[Mirror, ...]], tied: list[list[_Holder]]
+) -> dict[nn.Module, list[list[_Holder]]]:
+    """The modules whose forward gathers parameters for all who read them in it, and which.
+
+    The model does so for tied parameters, a module with mirrors for its other ones.
+    """
+    scopes: dict[nn.Module, list[list[_Holder]]] = {model: [*tied]} if tied else {}
+    is_tied = {holder for places in tied for holder in places}
+    for module in mirrors:
+        own = [(module, name) for name, p in own_parameters(module).items() if p is not None]
+        scopes.setdefault(module, []).extend([h] for h in own if h not in is_tied)
+    return scopes

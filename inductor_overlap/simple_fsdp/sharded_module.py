@@ -13,6 +13,8 @@ switching back and forth compiles each way once.
 
 A parameter held by several modules (tied weights) is gathered once: the forward of the model that
 was sharded gathers it first and drops it at the end, so that its gradient is reduced once too.
+
+`load_state_dict` takes full tensors as well as shards: every rank cuts its part out of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from inductor_overlap.simple_fsdp.gather import Gather
+from inductor_overlap.simple_fsdp.gather import Gather, cut_like
+from inductor_overlap.simple_fsdp.mirrors import Mirror
 
 Reading = Callable[[nn.Module, str, DTensor, Gather], Tensor]
 
@@ -41,17 +44,19 @@ class ReadPlan:
 
     Attributes:
         recipes: Name and recipe of each sharded parameter the module holds directly, sorted.
-        shared: Those of them that other modules hold too.
-        opens_scope: Whether this module's forward gathers the shared ones; see `share_gathers`.
+        shared: Those of them that are gathered once per scope, for all who read them in it.
+        opens_scope: Whether this module's forward is such a scope; see `share_gathers`.
+        mirrors: Plain attributes made afresh from the parameters at every read.
     """
 
     recipes: tuple[tuple[str, Gather], ...]
     shared: frozenset[str] = frozenset()
     opens_scope: bool = False
+    mirrors: tuple[Mirror, ...] = ()
 
 
 class SharedGather:
-    """The full tensor of one tied parameter while a forward runs; None outside."""
+    """The full tensor of one shared parameter while a forward runs; None outside."""
 
     def __init__(self) -> None:
         self.full: Tensor | None = None
@@ -77,21 +82,21 @@ def gather_on_read(module: nn.Module, plan: ReadPlan) -> None:
     module.__class__ = _sharded_class(type(module), plan, read_by_gathering)
 
 
-def share_gathers(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
-    """Lets the places of each tied parameter share one gather per forward of `model`.
+def share_gathers(scope: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
+    """Lets all who read a parameter share one gather per forward of `scope`.
 
     Args:
-        model: The module whose forward opens the scope; its plan has `opens_scope`.
-        tied: For each tied parameter the modules that hold it, with its name there; their plans
-            have it in `shared`.
+        scope: The module whose forward gathers; its plan has `opens_scope`.
+        shared: For each shared parameter the modules that hold it, with its name there; their
+            plans have it in `shared`.
     """
     places: list[tuple[nn.Module, str, SharedGather]] = []
-    for holders in tied:
+    for holders in shared:
         gather = SharedGather()
         for module, name in holders:
             vars(module).setdefault(_SHARED_GATHERS, {})[name] = gather
         places.append((*holders[0], gather))
-    vars(model)[_SHARED_PLACES] = places
+    vars(scope)[_SHARED_PLACES] = places
 
 
 def read_plan(module: nn.Module) -> ReadPlan | None:
@@ -123,11 +128,14 @@ def _sharded_class(base: type[nn.Module], plan: ReadPlan, reading: Reading) -> t
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__reduce_ex__": _reduce_to_ingredients(base, plan, reading),
+        "_load_from_state_dict": _load_cutting_full_tensors(base),
         _PLAN: plan,
         _BASE: base,
     }
     for name, gather in plan.recipes:
         body[name] = property(_reader(name, gather, name in plan.shared, reading))
+    for mirror in plan.mirrors:
+        body[mirror.attribute] = property(mirror.read, _ignore_write)
     if plan.opens_scope:
         body["forward"] = _forward_in_scope(base.forward)
     return cast("type[nn.Module]", type(base.__name__, (base,), body))
@@ -150,6 +158,31 @@ def _reader(
         return read(self) if full is None else full
 
     return read_shared if is_shared else read
+
+
+def _ignore_write(module: nn.Module, value: object) -> None:
+    """What a module writes into a mirror (`nn.LSTM` does after `.to()`) is what it would read."""
+
+
+def _load_cutting_full_tensors(base: type[nn.Module]) -> Callable[..., None]:
+    # nn.Module's own extension point for loading; it has no public name.
+    inherited = cast("Callable[..., None]", base._load_from_state_dict)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+
+    def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # load_state_dict has made this dict for itself, and hooks may change it too.
+        for name, parameter in own_parameters(self).items():
+            key = prefix + name
+            if key in state_dict and isinstance(parameter, DTensor):
+                state_dict[key] = _cut_if_full(state_dict[key], parameter)
+        inherited(self, state_dict, prefix, *rest)
+
+    return load
+
+
+def _cut_if_full(value: object, parameter: DTensor) -> object:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    return cut_like(value.detach(), parameter) if value.shape == parameter.shape else value
 
 
 def _forward_in_scope(forward: Callable[..., Any]) -> Callable[..., Any]:
