@@ -36,6 +36,7 @@ from inductor_overlap.cost_model.compute_time import (
 )
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.detect import read_surroundings
+from inductor_overlap.cost_model.errors import collective_error, compute_error
 from inductor_overlap.cost_model.profile_tables import (
     device_constants,
     device_names,
@@ -204,17 +205,20 @@ class Cluster:
     ) -> float:
         """Relative error to expect of `collective_us`: 0.1 is 10 %, the median of its kind.
 
-        From ``profiles/errors.toml``: predictions for machines that were not fitted, or of a
-        calibrated curve between its sizes.
+        See ``errors``: for machines that were not fitted, or of a calibration of this one.
         """
         check_collective(kind, num_nodes, ranks_per_node)
-        errors = read_table("errors")
-        if (kind, num_nodes, ranks_per_node) in self._curves:
-            return float(errors["calibrated"]["any_size"])
-        by_size = errors["single_node" if num_nodes == 1 else "multi_node"]
-        if size_bytes < 1e6:
-            return float(by_size["below_1_mb"])
-        return float(by_size["from_1_mb_to_32_mb" if size_bytes < 32e6 else "from_32_mb"])
+        covered = self.has_curve(kind, num_nodes, ranks_per_node)
+        measured = dict(self.errors).get("collective", 0.0) if covered else None
+        return collective_error(size_bytes, num_nodes, self.gpu, self.fabric, measured)
+
+    def compute_error(self, what: str) -> float:
+        """Relative error to expect of a kernel's time; ``what`` as in `errors.compute_error`."""
+        return compute_error(what, self.gpu, dict(self.errors))
+
+    def has_curve(self, kind: str, num_nodes: int, ranks_per_node: int) -> bool:
+        """Whether a calibration covers this kind and placement."""
+        return (kind, num_nodes, ranks_per_node) in self._curves
 
     def _formula_us(
         self, kind: str, size_bytes: float, num_nodes: int, ranks_per_node: int

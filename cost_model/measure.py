@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.cluster_prices import placement
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure_collectives import (
     BUDGET_S,
@@ -29,7 +30,6 @@ from inductor_overlap.cost_model.measure_collectives import (
 )
 from inductor_overlap.cost_model.measure_compute import measure_compute, measure_contention
 from inductor_overlap.cost_model.measurements import Measurement
-from inductor_overlap.cost_model.pricing import placement
 
 
 def calibrate_live(

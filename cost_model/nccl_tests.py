@@ -26,6 +26,7 @@ _PROGRAMS = {
     "all_to_all": "all_to_all",
 }
 _RANK_LINE = re.compile(r"#\s+Rank\s+\d+\s+.*?Pid\s+\d+\s+on\s+(?P<host>\S+)\s+device")
+_DEVICE = re.compile(r"\bdevice\s+\d+\s+\[\w+\]\s+(?P<name>\S.*?)\s*$", re.MULTILINE)
 # size, count, type, redop, root, then out-of-place time, algbw and busbw
 _TABLE_LINE = re.compile(
     r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?P<redop>\w+)\s+-?\d+\s+"
@@ -62,6 +63,12 @@ def read_nccl_tests(text: str, kind: str | None = None) -> list[CollectiveMeasur
         CollectiveMeasurement(found, int(row["size"]), nodes, local, float(row["time"]))
         for row in rows
     ]
+
+
+def read_device_name(text: str) -> str | None:
+    """What the rank lines of a log call the GPUs; None if they do not say."""
+    found = _DEVICE.search(text)
+    return None if found is None else found["name"]
 
 
 def _told_by_name(text: str) -> str | None:

@@ -1,21 +1,17 @@
-"""What each node of an FX graph costs on a cluster.
+"""The cost model of a graph: the cluster's, or the user's own.
 
 `CostModel` is the protocol a user can implement; `PricedCluster` is what the passes use, the same
-plus copies, the machine of the simulator and an identity. `ClusterCostModel` prices with a
-`Cluster`: matmuls and attentions by FLOPs, all else by the bytes Inductor will move, fused chains
-where they store. `as_full` completes and checks a user's model.
+plus copies, the machine of the simulator, expected errors and an identity. `resolve_cost_model`
+finds the one that options mean; `as_full` completes and checks a user's model.
 
-Prices depend on shapes, static hints and the profile alone, so that all ranks compute the same.
-Nothing here raises on a graph: an op without a formula costs its bytes and is counted in
-``fallbacks``. A user's model that raises, or returns what is no time, is an error naming the op.
+A user's model that raises, or returns what is no time, is an error naming the op.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,33 +19,11 @@ import torch
 import torch.fx as fx
 
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
-from inductor_overlap.cost_model.compute_time import dtype_name
-from inductor_overlap.cost_model.fusion import (
-    OpKind,
-    is_fusible,
-    is_virtual,
-    node_bytes,
-    op_kind,
-    op_name,
-    stored_inputs,
-)
-from inductor_overlap.cost_model.op_shapes import read_attention, read_matmul
+from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
+from inductor_overlap.cost_model.errors import PricedCollective, PriceErrors
+from inductor_overlap.cost_model.fusion import op_name
 from inductor_overlap.cost_model.profile_file import read_profile
 from inductor_overlap.cost_model.schedule import Machine
-
-__all__ = [
-    "ClusterCostModel",
-    "CostModel",
-    "CostModelError",
-    "PricedCluster",
-    "as_full",
-    "default_cluster",
-    "is_fusible",
-    "is_virtual",
-    "resolve_cost_model",
-]
-
 
 MAX_TIME_US = 1e12
 """Longest time (us) a user's model may answer, 11 days: beside longer ones, others round away."""
@@ -79,8 +53,10 @@ class CostModel(Protocol):
 class PricedCluster(Protocol):
     """A complete cost model: what the passes ask."""
 
-    fallbacks: Counter[str]
-    """Ops that had no formula, by name."""
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Ops that had no formula, by name."""
+        ...
 
     def compute_us(self, node: fx.Node) -> float: ...
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float: ...
@@ -96,132 +72,9 @@ class PricedCluster(Protocol):
         """Identity for the compile cache; None if there is none."""
         ...
 
-
-class ClusterCostModel:
-    """Prices by a `Cluster`'s formulas."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.fallbacks: Counter[str] = Counter()
-
-    def __repr__(self) -> str:
-        return f"ClusterCostModel({self.cluster!r})"
-
-    def uuid(self) -> str:
-        return f"{type(self).__name__}:{self.cluster.uuid()}"
-
-    def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
-        """Time (us) of a collective, or 0 for one rank; an unknown kind is priced as all-to-all."""
-        if kind not in COLLECTIVE_KINDS:
-            self.fallbacks[kind] += 1
-            kind = "all_to_all"
-        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
-        return self.cluster.collective_us(
-            kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
-        )
-
-    def copy_us(self, size_bytes: int) -> float:
-        return self.cluster.memory_us(2 * size_bytes)
-
-    def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
-        cluster = self.cluster
-        links: dict[str, str] = {}
-        if cluster.share_links:
-            links = {name: _link(tuple(ranks), cluster) for name, ranks in groups.items()}
-        return Machine(
-            launch_us=cluster.launch_us,
-            contention=cluster.contention_factor,
-            queue_width=cluster.queue_width,
-            links=links,
-        )
-
-    def compute_us(self, node: fx.Node) -> float:
-        """Time (us) of the kernel that ends in ``node``; 0 if none does."""
-        kind = op_kind(node)
-        if kind is OpKind.FREE:
-            return 0.0
-        if kind is OpKind.MATMUL:
-            return self._matmul_us(node)
-        if kind is OpKind.ATTENTION:
-            return self._attention_us(node)
-        if kind is OpKind.UNKNOWN:
-            self.fallbacks[op_name(node)] += 1
-        if is_virtual(node):
-            return 0.0
-        return self._bytes_us(node, kind)
-
-    def _matmul_us(self, node: fx.Node) -> float:
-        shape = read_matmul(node)
-        dtype = None if shape is None else _rate_of(shape.dtype)
-        if shape is None or dtype is None:
-            return self._fallback_us(node)
-        once_us = self.cluster.sustained_matmul_us(
-            shape.m, shape.n, shape.k, dtype, batch=shape.batch
-        )
-        return once_us * shape.repeats
-
-    def _attention_us(self, node: fx.Node) -> float:
-        shape = read_attention(node)
-        dtype = None if shape is None else _rate_of(shape.dtype)
-        if shape is None or dtype is None:
-            return self._fallback_us(node)
-        dense_us = self.cluster.attention_us(
-            shape.batch,
-            shape.q_heads,
-            shape.kv_heads,
-            shape.seq_q,
-            shape.seq_kv,
-            shape.head_dim,
-            dtype,
-            head_dim_v=shape.head_dim_v,
-            causal=shape.causal,
-            backward=shape.backward,
-            flash2=shape.flash2,
-        )
-        return dense_us * shape.density
-
-    def _fallback_us(self, node: fx.Node) -> float:
-        self.fallbacks[op_name(node)] += 1
-        return self._bytes_us(node, OpKind.MEMORY)
-
-    def _bytes_us(self, node: fx.Node, kind: OpKind) -> float:
-        written = node_bytes(node)
-        read = stored_inputs(node)
-        if kind is OpKind.MEMORY and is_gather(node):
-            # A gather touches the rows it picks, not the table.
-            return self.cluster.memory_us(2 * written)
-        return self.cluster.memory_us(written + sum(read.values()))
-
-
-_GATHERS = frozenset({"aten.embedding", "aten.index", "aten.index_select", "aten.gather"})
-
-
-def is_gather(node: fx.Node) -> bool:
-    """True for ops that pick elements of a larger tensor by index."""
-    return op_name(node) in _GATHERS
-
-
-def _rate_of(dtype: torch.dtype) -> str | None:
-    """The FLOP rate a dtype runs at: fp32 is tf32 where torch allows it. None: no such rate."""
-    try:
-        name = dtype_name(dtype)
-    except ValueError:
-        return None
-    if name == "fp32" and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return name
-
-
-@lru_cache(maxsize=1024)
-def placement(ranks: tuple[int, ...], gpus_per_node: int) -> tuple[int, int]:
-    """(nodes that hold a rank, most ranks on one of them); ranks are numbered node by node."""
-    per_node = Counter(rank // gpus_per_node for rank in ranks)
-    return max(1, len(per_node)), max(per_node.values(), default=1)
-
-
-def _link(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    num_nodes, _ = placement(ranks, cluster.gpus_per_node)
-    return "network" if num_nodes > 1 and cluster.network is not None else "nvlink"
+    def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
+        """How far off prices are: of ``collectives``, and of all compute priced so far."""
+        ...
 
 
 class _CheckedCostModel:
@@ -261,6 +114,10 @@ class _CheckedCostModel:
         if not hasattr(self.model, "copy_us"):
             return self.fallback.copy_us(size_bytes)
         return self._checked("copy_us", f"a copy of {size_bytes} bytes", size_bytes)
+
+    def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
+        """Nothing is known of a user's prices but whose they are."""
+        return PriceErrors(type(self.model).__qualname__)
 
     def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
         own: Callable[[Mapping[str, Sequence[int]]], Machine] | None
@@ -364,7 +221,8 @@ def resolve_cost_model(
         return ClusterCostModel(default_cluster(device_type))
     if isinstance(cluster, str):
         is_file = cluster.endswith(".toml")
-        cluster = read_profile(cluster) if is_file else Cluster.preset(cluster)
+        named = read_profile(cluster) if is_file else Cluster.preset(cluster)
+        return ClusterCostModel(named, cluster)
     if not isinstance(cluster, Cluster):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"cluster must be a preset's name, the path of a profile (*.toml), a Cluster or None; "

@@ -31,8 +31,9 @@ from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure import calibrate_live
 from inductor_overlap.cost_model.measure_collectives import BUDGET_S
 from inductor_overlap.cost_model.measurements import CollectiveMeasurement, Measurement
-from inductor_overlap.cost_model.nccl_tests import read_nccl_tests
+from inductor_overlap.cost_model.nccl_tests import read_device_name, read_nccl_tests
 from inductor_overlap.cost_model.profile_file import write_profile
+from inductor_overlap.cost_model.trace import Traces
 
 _Command = Callable[[argparse.Namespace, Console], None]
 
@@ -64,6 +65,16 @@ def add_parser(commands: Any) -> None:
         help="the collective of all logs, if they do not name it",
     )
     _add_common(logs, _from_nccl_tests)
+    traces = sources.add_parser(
+        "trace",
+        help="traces of torch.profiler, with NCCL kernels and shapes",
+        description=(
+            "Fits a profile to the collectives and matmuls in traces of torch.profiler (.json or "
+            ".json.gz), recorded on CPU and CUDA with record_shapes=True."
+        ),
+    )
+    traces.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    _add_common(traces, _from_traces)
     live = sources.add_parser(
         "live",
         help="measure the running group: torchrun ... -m inductor_overlap calibrate live",
@@ -124,34 +135,58 @@ def run_calibrate(arguments: argparse.Namespace, console: Console) -> None:
 
 def _from_nccl_tests(arguments: argparse.Namespace, console: Console) -> None:
     measured: list[CollectiveMeasurement] = []
+    device_name: str | None = None
     for path in arguments.logs:
-        measured += _read(path, lambda text: read_nccl_tests(text, arguments.kind))
-    known = _described(arguments, _usual_cluster(arguments, measured))
+        text = _read(path)
+        try:
+            measured += read_nccl_tests(text, arguments.kind)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        device_name = device_name or read_device_name(text)
+    known = _described(arguments, device_name)
+    ranks = max(m.ranks_per_node for m in measured)
+    if arguments.gpus_per_node is None:
+        known = replace(known, gpus_per_node=max(known.gpus_per_node, ranks))
     names = ", ".join(path.name for path in arguments.logs)
     _fit_and_write(arguments, console, known, measured, f"nccl-tests: {names}")
 
 
-def _read(
-    path: Path, reader: Callable[[str], Sequence[CollectiveMeasurement]]
-) -> Sequence[CollectiveMeasurement]:
+def _read(path: Path) -> str:
     try:
-        return reader(path.read_text(encoding="utf-8", errors="replace"))
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
-def _usual_cluster(
-    arguments: argparse.Namespace, measured: Sequence[CollectiveMeasurement]
-) -> Cluster:
-    """The cluster that a log is taken for where the command line does not say."""
-    usual = Cluster.usual(arguments.gpu)
-    ranks = max((m.ranks_per_node for m in measured), default=1)
-    return replace(usual, gpus_per_node=max(usual.gpus_per_node, ranks))
+def _from_traces(arguments: argparse.Namespace, console: Console) -> None:
+    try:
+        traces = Traces(arguments.traces)
+    except OSError as error:
+        raise ValueError(f"a trace cannot be read: {error}") from error
+    known = _described(arguments, traces.device_name)
+    measured = traces.measurements(known.gpus_per_node)
+    names = ", ".join(path.name for path in arguments.traces)
+    _fit_and_write(arguments, console, known, measured, f"torch.profiler: {names}")
 
 
-def _described(arguments: argparse.Namespace, known: Cluster) -> Cluster:
+def _described(arguments: argparse.Namespace, device_name: str | None) -> Cluster:
+    """What the command line says of the cluster; else the usual one of the device that was found.
+
+    Raises:
+        ValueError: no profile is for that device.
+    """
+    gpu = arguments.gpu
+    if gpu is None and device_name is not None:
+        gpu = Cluster.gpu_named(device_name)
+        if gpu is None:
+            raise ValueError(
+                f"no profile is for the device {device_name!r} of these measurements; name the "
+                f"nearest with --gpu: {', '.join(Cluster.gpus())}"
+            )
+    return _instead(arguments, Cluster.usual(gpu))
+
+
+def _instead(arguments: argparse.Namespace, known: Cluster) -> Cluster:
     """``known`` with what the command line says instead."""
     said = {
         "gpu": arguments.gpu,
@@ -216,7 +251,7 @@ def _start_group(stack: ExitStack) -> None:
 
 
 def _measure(arguments: argparse.Namespace, console: Console, stack: ExitStack) -> Cluster:
-    known = _described(arguments, Cluster.detect())
+    known = _instead(arguments, Cluster.detect())
     bar = Progress(console=console, disable=dist.get_rank() != 0)
     stack.enter_context(bar)
     tasks: dict[str, Any] = {}

@@ -26,3 +26,8 @@ def format_change(before: float, after: float) -> str:
         return ""
     percent = round((after / before - 1.0) * 100.0, 1)
     return f"{percent:+.1f} %" if percent else "same"
+
+
+def format_error(error: float | None) -> str:
+    """A relative error: ``"+-6 %"``; ``"of unknown error"`` for None."""
+    return "of unknown error" if error is None else f"+-{100.0 * error:.0f} %"

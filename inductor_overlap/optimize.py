@@ -9,6 +9,7 @@ import torch.fx as fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.errors import PricedCollective
 from inductor_overlap.cost_model.pricing import CostModel, PricedCluster
 from inductor_overlap.cost_model.simulate import Timeline
 from inductor_overlap.cost_model.simulate import simulate as simulate_schedule
@@ -92,8 +93,20 @@ def _report(outcome: Outcome, prices: PricedCluster, name: str) -> Report:
         bound_certificate=outcome.bound.certificate,
         memory_limit_bytes=outcome.memory_limit_bytes,
         name=name,
+        prices=prices.errors(_collectives_after(outcome)),
         wire_dtypes=wire_dtypes(outcome.collectives),
     )
+
+
+def _collectives_after(outcome: Outcome) -> list[PricedCollective]:
+    """Kind, size and ranks of the collectives that the plan left: buckets as one."""
+    bucket_of = {name: bucket.name for bucket in outcome.plan.buckets for name in bucket.members}
+    left: dict[str, PricedCollective] = {}
+    for collective in outcome.collectives:
+        name = bucket_of.get(collective.name, collective.name)
+        size_bytes = collective.size_bytes + (left[name][1] if name in left else 0)
+        left[name] = collective.kind, size_bytes, collective.ranks
+    return list(left.values())
 
 
 def device_type(graph: fx.Graph) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from inductor_overlap.cost_model.errors import PriceErrors
 from inductor_overlap.cost_model.simulate import Timeline
-from inductor_overlap.display import format_bytes, format_change, format_us
+from inductor_overlap.display import format_bytes, format_change, format_error, format_us
 from inductor_overlap.exposure import Exposed, explain_exposed
 from inductor_overlap.passes.plan import Plan
 from inductor_overlap.timeline_views import draw_timelines, perfetto_trace
@@ -44,6 +45,7 @@ class Report:
         bound_certificate: why nothing is faster than ``lower_bound_us``.
         memory_limit_bytes: what the peak had to stay under; inf if it had no limit.
         name: which graph this is.
+        prices: where the times are from, and how far off they are expected to be.
         wire_dtypes: kind of collective -> parameter -> the dtype in which it travels.
     """
 
@@ -60,6 +62,7 @@ class Report:
     bound_certificate: str = ""
     memory_limit_bytes: float = math.inf
     name: str = "graph"
+    prices: PriceErrors | None = None
     wire_dtypes: WireDtypes = field(default_factory=dict[str, Mapping[str, str]])
 
     @property
@@ -98,6 +101,7 @@ class Report:
             ],
             "warnings": list(self.warnings),
             "fallbacks": dict(sorted(self.fallbacks.items())),
+            "prices": None if self.prices is None else asdict(self.prices),
             "wire_dtypes": {kind: dict(found) for kind, found in self.wire_dtypes.items()},
             "plan": self.plan.to_json_dict(),
         }
@@ -137,6 +141,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"  lower bound {format_us(report.lower_bound_us)}, gap {100.0 * report.gap:.1f} %"
     if report.bound_certificate:
         yield f"    since {report.bound_certificate}"
+    if report.prices is not None:
+        yield from _price_lines(report.prices)
     yield f"  {_what_was_done(report)}"
     if math.isfinite(report.memory_limit_bytes):
         yield f"  memory limit {format_bytes(report.memory_limit_bytes)}"
@@ -147,6 +153,20 @@ def _lines(report: Report) -> Iterator[str]:
         listed = ", ".join(f"{op} ({count})" for op, count in sorted(report.fallbacks.items()))
         yield f"  costs unknown, so estimated from bytes: {listed}"
     yield from (f"  warning: {warning}" for warning in report.warnings)
+
+
+def _price_lines(prices: PriceErrors) -> Iterator[str]:
+    yield (
+        f"  prices: {prices.prices}, collectives {format_error(prices.collectives)}, "
+        f"compute {format_error(prices.compute)}"
+    )
+    if prices.assumptions:
+        yield f"    assumed: {'; '.join(prices.assumptions)}"
+    if prices.num_rough:
+        yield (
+            f"    rough: {prices.num_rough} collectives are below 1 MB, and no calibration of this "
+            "cluster covers them"
+        )
 
 
 def _what_was_done(report: Report) -> str:

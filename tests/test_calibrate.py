@@ -10,11 +10,12 @@ import pytest
 
 from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.fit import fit_constants
 from inductor_overlap.cost_model.measurements import CollectiveMeasurement
 from inductor_overlap.cost_model.nccl_tests import read_nccl_tests
-from inductor_overlap.cost_model.pricing import ClusterCostModel, resolve_cost_model
+from inductor_overlap.cost_model.pricing import resolve_cost_model
 from inductor_overlap.cost_model.profile_file import read_profile, write_profile
 
 pytestmark = pytest.mark.quick

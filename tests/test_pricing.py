@@ -11,14 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.cluster_prices import ClusterCostModel, placement
+from inductor_overlap.cost_model.fusion import is_virtual
 from inductor_overlap.cost_model.pricing import (
-    ClusterCostModel,
     CostModel,
     CostModelError,
     as_full,
     default_cluster,
-    is_virtual,
-    placement,
     resolve_cost_model,
 )
 
