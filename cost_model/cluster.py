@@ -25,6 +25,7 @@ import torch
 from inductor_overlap.cost_model.collective_time import (
     LinkConstants,
     check_collective,
+    check_size,
     collective_us,
 )
 from inductor_overlap.cost_model.compute_time import (
@@ -61,7 +62,8 @@ class Cluster:
     Attributes:
         gpu: a device of ``profiles/gpus.toml`` (``"h100"``, ``"b200"``, ``"cpu"``, ...).
         network: ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, as in ``"ib-ndr-400x8"``; ``None``
-            is a single node: groups larger than a node are priced as if NVLink joined them.
+            (or "none") is a single node: groups larger than a node are priced as if NVLink joined
+            them.
         gpus_per_node: GPUs (ranks) of a node.
         share_links: whether communicators on the same NICs or NVLink share their bandwidth.
         contention: factor on compute while a collective is in flight; None: the profile's.
@@ -81,10 +83,14 @@ class Cluster:
     errors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.network == "none":
+            object.__setattr__(self, "network", None)
         if not _is_count(self.gpus_per_node):
             raise ValueError(
                 f"gpus_per_node must be at least 1, got {self.gpus_per_node!r}; expected an int"
             )
+        if not isinstance(self.share_links, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"share_links must be True or False, got {self.share_links!r}")
         if self.contention is not None and not (
             isinstance(self.contention, Real) and 1.0 <= self.contention < math.inf
         ):
@@ -126,20 +132,18 @@ class Cluster:
             ValueError: ranks run on devices of different names.
         """
         found = read_surroundings()
-        if found.device_name is None:
-            usual = cls.preset("cpu-gloo")
-        else:
-            usual = cls.usual(cls.gpu_named(found.device_name))
-            if cls.gpu_named(found.device_name) is None:
-                _log.warning(
-                    "no profile is for device %r; it is priced as %r. Name the nearest, "
-                    "as in Cluster(gpu=...), or calibrate",
-                    found.device_name,
-                    usual.gpu,
-                )
+        gpu = "cpu" if found.device_name is None else cls.gpu_named(found.device_name)
+        usual = cls.usual(gpu)
+        if gpu is None:
+            _log.warning(
+                "no profile is for device %r; it is priced as %r. Name the nearest, as in "
+                "Cluster(gpu=...), or calibrate",
+                found.device_name,
+                usual.gpu,
+            )
         if found.num_nodes == 1:
-            # One node may hold any number of ranks: a job with one says nothing about the node.
-            return replace(usual, network=None)
+            room = max(usual.gpus_per_node, found.ranks_per_node)
+            return replace(usual, network=None, gpus_per_node=room)
         network = usual.network or "eth-10x1"
         _log.warning(
             "%d nodes of %d ranks were found; the network between them is taken for %r: name "
@@ -153,7 +157,7 @@ class Cluster:
     @classmethod
     def usual(cls, gpu: str | None) -> Cluster:
         """The preset that ``gpu`` is most often found in; None, or one in no preset: an H100's."""
-        presets = (f"{gpu}-ib", f"{gpu}-nvl72", f"{gpu}-slingshot")
+        presets = (f"{gpu}-ib", f"{gpu}-nvl72", f"{gpu}-slingshot", f"{gpu}-gloo")
         known = next((name for name in presets if name in cls.presets()), None)
         if known is not None:
             return cls.preset(known)
@@ -171,14 +175,17 @@ class Cluster:
 
     @staticmethod
     def gpu_named(device_name: str) -> str | None:
-        """The profile of the device that the CUDA runtime calls ``device_name``; None if none."""
+        """The profile of the device that the CUDA runtime calls ``device_name``; None if none.
+
+        A profile whose device name is all of it comes before those that are part of it.
+        """
         matches = [
-            (len(part), gpu)
+            (part == device_name, len(part), gpu)
             for gpu in Cluster.gpus()
             for part in read_table("gpus")[gpu]["device_names"]
             if part in device_name
         ]
-        return max(matches)[1] if matches else None
+        return max(matches)[-1] if matches else None
 
     def collective_us(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
@@ -197,6 +204,7 @@ class Cluster:
         check_collective(kind, num_nodes, ranks_per_node)
         curve = self._curves.get((kind, num_nodes, ranks_per_node))
         if curve is not None:
+            check_size(kind, size_bytes)
             return curve.time_us(size_bytes, self._formula_us)
         return self._formula_us(kind, size_bytes, num_nodes, ranks_per_node)
 
@@ -232,6 +240,9 @@ class Cluster:
         """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel, run as a short burst.
 
         ``dtype`` as in ``compute_time.dtype_name``.
+
+        Raises:
+            ValueError: a negative size, or a dtype that is not multiplied.
         """
         return matmul_us(batch, m, n, k, dtype_name(dtype), self.compute_constants)
 
@@ -260,6 +271,9 @@ class Cluster:
         """Time (us) of fused attention, forward or backward, on (batch, heads, seq, dim).
 
         ``flash2``: PyTorch's own FlashAttention 2 kernel instead of the GPU's best one.
+
+        Raises:
+            ValueError: a negative size, or a dtype that is not multiplied.
         """
         return attention_us(
             batch,

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import sympy as sp  # pyright: ignore[reportMissingTypeStubs]
@@ -236,11 +237,18 @@ def check_collective(kind: str, num_nodes: int, ranks_per_node: int) -> None:
         raise ValueError(
             f"unknown collective kind {kind!r}; expected one of {', '.join(COLLECTIVE_KINDS)}"
         )
-    if num_nodes < 1 or ranks_per_node < 1:
+    counts = num_nodes, ranks_per_node
+    if not all(isinstance(count, Integral) and count >= 1 for count in counts):
         raise ValueError(
-            "a group needs at least one node and one rank per node; got "
+            "a group needs at least one node and one rank per node, in whole numbers; got "
             f"num_nodes={num_nodes}, ranks_per_node={ranks_per_node}"
         )
+
+
+def check_size(kind: str, size_bytes: float) -> None:
+    """Raise ``ValueError`` for a size that is negative or not finite."""
+    if not 0 <= size_bytes < math.inf:
+        raise ValueError(f"size_bytes of {kind} must be finite and >= 0, got {size_bytes}")
 
 
 def collective_us(
@@ -260,8 +268,7 @@ def collective_us(
         ValueError: an unknown kind, an empty group or a negative or non-finite size.
     """
     check_collective(kind, num_nodes, ranks_per_node)
-    if not 0 <= size_bytes < math.inf:
-        raise ValueError(f"size_bytes of {kind} must be finite and >= 0, got {size_bytes}")
+    check_size(kind, size_bytes)
     if num_nodes * ranks_per_node == 1:
         return 0.0
     evaluate = _compiled(*_placement_class(kind, num_nodes, ranks_per_node, constants))

@@ -163,8 +163,13 @@ def matmul_us(
     *,
     sustained: bool = False,
 ) -> float:
-    """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel; 0 if nothing is computed."""
-    if min(batch, m, n, k) <= 0:
+    """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel; 0 if nothing is computed.
+
+    Raises:
+        ValueError: a negative size.
+    """
+    _check_sizes("a matmul", batch=batch, m=m, n=n, k=k)
+    if min(batch, m, n, k) == 0:
         return 0.0
     share = constants.fp8_efficiency if dtype == "fp8" else constants.matmul_efficiency
     rate = constants.sm_flop_per_us(dtype) * share
@@ -178,6 +183,13 @@ def matmul_us(
     burst_us = max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
     throttled = 1.0 if sustained else burst_us / (burst_us + SUSTAINED_AFTER_US)
     return burst_us * (1.0 + constants.sustained_slowdown * throttled)
+
+
+def _check_sizes(what: str, **sizes: float) -> None:
+    """Raise ``ValueError`` for a size that is negative or no number."""
+    if not all(size >= 0 for size in sizes.values()):
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"sizes of {what} must be >= 0, got {named}")
 
 
 def _waves(tiles: float, constants: ComputeConstants, loss: float) -> float:
@@ -235,8 +247,21 @@ def attention_us(
     """Time (us) of one fused attention kernel, forward or backward; 0 if nothing is computed.
 
     ``flash2``: the kernel is FlashAttention 2, which newer GPUs leave far from their peak.
+
+    Raises:
+        ValueError: a negative size.
     """
-    if min(batch, q_heads, seq_q, seq_kv, head_dim) <= 0:
+    _check_sizes(
+        "an attention",
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
+    if min(batch, q_heads, seq_q, seq_kv, head_dim) == 0:
         return 0.0
     rows = min(seq_q, seq_kv) if causal else seq_q
     keys = seq_kv - rows / 2.0 + ATTENTION_BLOCK / 2.0 if causal else float(seq_kv)
@@ -261,8 +286,13 @@ def _attention_rate(dtype: str, backward: bool, flash2: bool, constants: Compute
 
 
 def memory_us(size_bytes: float, constants: ComputeConstants) -> float:
-    """Time (us) of a kernel that reads and writes ``size_bytes`` in all; 0 if it moves nothing."""
-    if size_bytes <= 0:
+    """Time (us) of a kernel that reads and writes ``size_bytes`` in all; 0 if it moves nothing.
+
+    Raises:
+        ValueError: a negative size.
+    """
+    _check_sizes("a memory kernel", size_bytes=size_bytes)
+    if size_bytes == 0:
         return 0.0
     return _transfer_us(size_bytes, constants) + constants.kernel_us
 

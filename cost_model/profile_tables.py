@@ -14,7 +14,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-_NETWORK = re.compile(r"^(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)")
+_NETWORK = re.compile(
+    r"(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)(?:/node|\?|\(.*\))*"
+)
+"""As public logs are labelled: a question mark, "/node" or a remark in brackets may follow."""
 
 
 @cache
@@ -39,7 +42,7 @@ def device_constants(gpu: str) -> dict[str, float]:
 
 
 def _match_network(network: str) -> re.Match[str]:
-    match = _NETWORK.match(network)
+    match = _NETWORK.fullmatch(network)
     if match is None:
         raise ValueError(
             f"network {network!r} is not spelled <fabric>-<Gbit/s per NIC>x<NICs per node>, "
@@ -53,17 +56,27 @@ def fabric_name(network: str) -> str:
     match = _match_network(network)
     spelled = match["fabric"].split("/")[0]
     whole = f"{spelled}-{match['rate']}x{match['nics']}-"
-    matches = [name for name in read_table("fabrics") if whole.startswith(f"{name}-")]
+    spellings = _fabric_spellings()
+    matches = [name for name in spellings if whole.startswith(f"{name}-")]
     if not matches:
-        raise ValueError(unknown_name("fabric", spelled, read_table("fabrics")))
-    return max(matches, key=len)
+        raise ValueError(unknown_name("fabric", spelled, spellings))
+    return spellings[max(matches, key=len)]
+
+
+@cache
+def _fabric_spellings() -> dict[str, str]:
+    """Every spelling of a fabric -> the name of its table."""
+    tables = read_table("fabrics")
+    others = {also: name for name, table in tables.items() for also in table.get("also", ())}
+    return others | {name: name for name in tables}
 
 
 @cache
 def network_constants(network: str) -> dict[str, float]:
     """Constants of the network's fabric, the number of NICs of a node and the GB/s of each."""
     match = _match_network(network)
-    constants: dict[str, float] = read_table("fabrics")[fabric_name(network)]
+    table = read_table("fabrics")[fabric_name(network)]
+    constants = {name: float(value) for name, value in table.items() if name != "also"}
     own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
     if min(own.values()) <= 0:
         raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
