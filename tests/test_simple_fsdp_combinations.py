@@ -11,9 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from support.parallel_models import (
+    Attention,
+    Chain,
+    MixtureOfExperts,
+    sequence_loss,
+    shard_experts_apart,
+    shard_over_sequence_too,
+    train_stage,
+)
 from support.ranks import run_ranks
 from support.sharded_training import (
     Run,
@@ -22,6 +32,17 @@ from support.sharded_training import (
     tiny_llama,
     train_sharded,
     train_whole,
+)
+from support.token_models import (
+    CalledThroughClosures,
+    HeldByContainers,
+    PartlyUnused,
+    Recomputed,
+    TokenModel,
+    TwoTowers,
+    Uneven,
+    adapted_model,
+    token_model,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -52,28 +73,39 @@ class Combination:
     Attributes:
         name: What is combined.
         mesh: Dimension names and sizes.
+        build: The plain model, the same at every call.
         shard: From the plain model and the whole mesh to the sharded model.
-        prepare: What is done to the reference too, before sharding.
+        part: From the plain model to what this rank keeps of it (a pipeline stage).
+        train: From the sharded model, what runs it, and the whole mesh to ten steps.
         data_parallel: The dimensions of `mesh` whose ranks have batches of their own.
         tolerance: For losses, gradients and weights, absolute.
     """
 
     name: str
     mesh: dict[str, int]
-    shard: Callable[[Llama3, DeviceMesh], Llama3]
-    prepare: Callable[[Llama3], None] | None = None
+    build: Callable[[], Any]
+    shard: Callable[[Any, DeviceMesh], nn.Module] = simple_fsdp
+    part: Callable[[Any, DeviceMesh], nn.Module] | None = None
+    train: Callable[[nn.Module, Any, DeviceMesh, int], Run] | None = None
     data_parallel: tuple[str, ...] = ("dp",)
     tolerance: float = FP32_TOLERANCE
 
 
-def tie(model: Llama3) -> None:
+def llama() -> Llama3:
+    return tiny_llama(num_layers=1)
+
+
+def tied_llama() -> Llama3:
+    model = llama()
     model.output.weight = model.tok_embeddings.weight
+    return model
 
 
-def freeze_all_but_the_head(model: Llama3) -> None:
-    model.requires_grad_(False)
+def half_frozen_llama() -> Llama3:
+    model = llama().requires_grad_(False)
     model.output.requires_grad_(True)
     model.norm.requires_grad_(True)
+    return model
 
 
 def save_attention_only(*args: object, **kwargs: object) -> CheckpointPolicy:
@@ -82,54 +114,121 @@ def save_attention_only(*args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_blocks(model: Llama3) -> None:
+def recomputing_llama() -> Llama3:
+    model = llama()
     contexts = partial(create_selective_checkpoint_contexts, save_attention_only)
     for index, block in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(block, context_fn=contexts)
+    return model
 
 
 def with_tensor_parallel(model: Llama3, mesh: DeviceMesh, mode: str) -> Llama3:
     return simple_fsdp(parallelize_llama(model, mesh["tp"]), mesh["dp"], mode=mode)
 
 
+def towers_apart(model: TokenModel, mesh: DeviceMesh) -> TokenModel:
+    """One of two blocks of a class over all ranks, the other with replicas."""
+    simple_fsdp(cast(TwoTowers, model.body).right, mesh._flatten("all"))
+    return simple_fsdp(model, mesh, mode="hybrid_shard")
+
+
+def train_parts_of_a_sequence(model: nn.Module, call: Any, mesh: DeviceMesh, num_steps: int) -> Run:
+    loss = partial(sequence_loss, mesh=mesh)
+    return train_sharded(model, call, mesh, num_steps, ranks_per_batch=2, loss=loss)
+
+
+def stage_of(model: Chain, mesh: DeviceMesh) -> Chain:
+    return model.stage(mesh["pp"].get_local_rank())
+
+
+def shard_stage(model: Chain, mesh: DeviceMesh) -> Chain:
+    return simple_fsdp(model, mesh["dp"])
+
+
 LOW_PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HYBRID = partial(simple_fsdp, mode="hybrid_shard")
+REPLICAS = ("replicas", "shards")
 
 COMBINATIONS = (
-    Combination("fully_shard", MESH_4, simple_fsdp),
-    Combination("fully_shard, shard_dim=1", MESH_2, partial(simple_fsdp, shard_dim=1)),
-    Combination(
-        "hybrid_shard",
-        MESH_2D,
-        partial(simple_fsdp, mode="hybrid_shard"),
-        data_parallel=("replicas", "shards"),
-    ),
-    Combination("replicate", MESH_2, partial(simple_fsdp, mode="replicate")),
+    Combination("fully_shard", MESH_4, llama),
+    Combination("fully_shard, shard_dim=1", MESH_2, llama, partial(simple_fsdp, shard_dim=1)),
+    Combination("hybrid_shard", MESH_2D, llama, HYBRID, data_parallel=REPLICAS),
+    Combination("replicate", MESH_2, llama, partial(simple_fsdp, mode="replicate")),
     Combination(
         "fully_shard + tensor and sequence parallel",
         MESH_TP,
+        llama,
         partial(with_tensor_parallel, mode="fully_shard"),
     ),
     Combination(
         "replicate + tensor and sequence parallel",
         MESH_TP,
+        llama,
         partial(with_tensor_parallel, mode="replicate"),
     ),
-    Combination("fully_shard + tied weights", MESH_2, simple_fsdp, tie),
-    Combination("fully_shard + frozen parameters", MESH_2, simple_fsdp, freeze_all_but_the_head),
     Combination(
-        "fully_shard + selective activation checkpointing", MESH_2, simple_fsdp, recompute_blocks
+        "experts cut by expert, their replicas fully_shard; the rest fully_shard over all",
+        {"edp": 2, "ep": 2},
+        partial(token_model, MixtureOfExperts),
+        shard_experts_apart,
+        data_parallel=("edp", "ep"),
     ),
+    Combination(
+        "fully_shard over all + context parallel, keys and values gathered",
+        {"dp": 2, "cp": 2},
+        partial(token_model, Attention),
+        shard_over_sequence_too,
+        train=train_parts_of_a_sequence,
+    ),
+    Combination(
+        "fully_shard in each of two pipeline stages, GPipe",
+        {"pp": 2, "dp": 2},
+        Chain,
+        shard_stage,
+        part=stage_of,
+        train=train_stage,
+    ),
+    Combination(
+        "hybrid_shard + one of two blocks of a class fully_shard over all",
+        MESH_2D,
+        partial(token_model, TwoTowers),
+        towers_apart,
+        data_parallel=REPLICAS,
+    ),
+    Combination("fully_shard + 5, 3 and 1 rows, a scalar", MESH_4, partial(token_model, Uneven)),
+    Combination("fully_shard + tied weights", MESH_2, tied_llama),
+    Combination("fully_shard + frozen parameters", MESH_2, half_frozen_llama),
+    Combination("fully_shard + low-rank adapters (LoRA)", MESH_2, adapted_model),
+    Combination("fully_shard + selective activation checkpointing", MESH_2, recomputing_llama),
+    Combination(
+        "fully_shard + full activation checkpointing in the forward",
+        MESH_2,
+        partial(token_model, Recomputed),
+    ),
+    Combination(
+        "fully_shard + ParameterList and ParameterDict",
+        MESH_2,
+        partial(token_model, HeldByContainers),
+    ),
+    Combination(
+        "fully_shard + modules called through closures",
+        MESH_2,
+        partial(token_model, CalledThroughClosures),
+    ),
+    Combination("fully_shard + unused parameters", MESH_2, partial(token_model, PartlyUnused)),
     Combination(
         "fully_shard + bfloat16 parameters, float32 reduction",
         MESH_2,
+        llama,
         partial(simple_fsdp, mp_policy=LOW_PRECISION),
         tolerance=BF16_TOLERANCE,
     ),
     Combination(
         "hybrid_shard + bfloat16 parameters, float32 reduction",
         MESH_2D,
-        partial(simple_fsdp, mode="hybrid_shard", mp_policy=LOW_PRECISION),
-        data_parallel=("replicas", "shards"),
+        llama,
+        partial(HYBRID, mp_policy=LOW_PRECISION),
+        data_parallel=REPLICAS,
         tolerance=BF16_TOLERANCE,
     ),
 )
@@ -147,29 +246,27 @@ def measure_one(combination: Combination) -> tuple[float, float, bool]:
         "cpu", tuple(combination.mesh.values()), mesh_dim_names=tuple(combination.mesh)
     )
     batches = mesh[combination.data_parallel]
-    expected = train_whole(build(combination), batches.size(), NUM_STEPS)
+    reference = train_whole(combination.build(), batches.size(), NUM_STEPS)
     deviations: list[float] = []
     names_stayed = True
     for traced in (False, True):
-        plain = build(combination)
+        plain = combination.build()
+        if combination.part is not None:
+            plain = combination.part(plain, mesh)
         names = list(plain.state_dict())
+        expected = reference.of(name for name, _ in plain.named_parameters())
         model = combination.shard(plain, mesh)
         names_stayed &= list(model.state_dict()) == names
-        deviations.append(largest(expected, train(model, batches, traced)))
+        deviations.append(largest(expected, train(combination, model, mesh, traced)))
     return deviations[0], deviations[1], names_stayed
 
 
-def build(combination: Combination) -> Llama3:
-    model = tiny_llama(num_layers=1)
-    if combination.prepare is not None:
-        combination.prepare(model)
-    return model
-
-
-def train(model: nn.Module, batches: DeviceMesh, traced: bool) -> Run:
+def train(combination: Combination, model: nn.Module, mesh: DeviceMesh, traced: bool) -> Run:
     torch._dynamo.reset()
     call = torch.compile(model, fullgraph=True, backend="aot_eager") if traced else model
-    return train_sharded(model, call, batches, NUM_STEPS)
+    if combination.train is not None:
+        return combination.train(model, call, mesh, NUM_STEPS)
+    return train_sharded(model, call, mesh[combination.data_parallel], NUM_STEPS)
 
 
 def largest(expected: Run, got: Run) -> float:

@@ -6,7 +6,7 @@ what sharding by FSDP2's rules must reproduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,12 @@ class Run:
     losses: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+    def of(self, names: Iterable[str]) -> Run:
+        """The same run, seen by a rank that holds only the parameters called `names`."""
+        kept = set(names)
+        gradients = {n: g for n, g in self.gradients.items() if n in kept}
+        return Run(self.losses, gradients, {n: w for n, w in self.weights.items() if n in kept})
 
 
 @dataclass(frozen=True)
@@ -122,28 +128,49 @@ def train_whole(model: nn.Module, num_ranks: int, num_steps: int, lr: float = 0.
 
     def step(index: int) -> float:
         losses = [loss_of(model, batch(index, rank)) for rank in range(num_ranks)]
-        loss = torch.stack(losses).mean()
-        loss.backward()
-        return loss.item()
+        torch.stack(losses).mean().backward()
+        return torch.stack(losses).double().mean().item()
 
     return _train(model, step, num_steps, lr)
 
 
 def train_sharded(
-    model: nn.Module, call: Call, mesh: DeviceMesh, num_steps: int, lr: float = 0.1
+    model: nn.Module,
+    call: Call,
+    mesh: DeviceMesh,
+    num_steps: int,
+    lr: float = 0.1,
+    *,
+    ranks_per_batch: int = 1,
+    loss: Callable[[Call, Tensor], Tensor] = loss_of,
 ) -> Run:
-    """Every rank of the data-parallel `mesh` on its own batches; the losses are averaged."""
-    rank = _rank_in(mesh)
+    """Ranks of the data-parallel `mesh` on their own batches; the losses are averaged over it.
+
+    Args:
+        model: Holds the parameters.
+        call: Runs it.
+        mesh: The ranks whose losses are averaged.
+        num_steps: Of SGD.
+        lr: Its learning rate.
+        ranks_per_batch: Neighbours in `mesh` that share a batch, each with a part of it.
+        loss: Of a rank, from `call` and the batch.
+    """
+    batch_index = _rank_in(mesh) // ranks_per_batch
 
     def step(index: int) -> float:
-        loss = loss_of(call, batch(index, rank))
-        loss.backward()
-        mean = loss.detach().clone()
-        for group in mesh.get_all_groups():
-            dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
-        return mean.item()
+        own = loss(call, batch(index, batch_index))
+        own.backward()
+        return average_over(mesh, own.detach())
 
     return _train(model, step, num_steps, lr)
+
+
+def average_over(mesh: DeviceMesh, loss: Tensor) -> float:
+    """The mean of the ranks' losses, in float64: it adds no rounding of its own."""
+    mean = loss.double()
+    for group in mesh.get_all_groups():
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+    return mean.item()
 
 
 def deviation(expected: Run, got: Run) -> Deviation:
