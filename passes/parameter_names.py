@@ -13,7 +13,7 @@ Dynamo) the AOT input descriptor names the parameter, else ``nn_module_stack`` n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch.fx as fx
@@ -22,6 +22,9 @@ STAMP = "inductor_overlap_parameter"
 
 _STEP = re.compile(r"\.(\w+)|\['?([^'\]]+)'?\]")
 _CONTAINERS = ("__dict__", "_modules", "_parameters", "_buffers")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "parametrizations")
+"""Modules that ``torch.compile``, ``checkpoint_wrapper`` and ``torch.nn.utils.parametrize`` put
+between a user's modules; names leave them out, as the state dicts of wrapped models do."""
 
 
 def _steps(source_name: str) -> list[str]:
@@ -37,7 +40,13 @@ def fqn_of_source(source_name: str) -> str | None:
     steps = _steps(source_name)
     if "_parameters" not in steps[:-1]:
         return None
-    return ".".join(step for step in steps if step not in _CONTAINERS)
+    if "parametrizations" in steps and steps[-1] == "original":
+        steps = steps[:-1]
+    return _joined(steps)
+
+
+def _joined(steps: Iterable[str]) -> str:
+    return ".".join(step for step in steps if step not in (*_CONTAINERS, *_WRAPPERS))
 
 
 def stamp_parameter_names(graph: fx.Graph) -> None:
@@ -93,4 +102,4 @@ def module_path(node: fx.Node) -> str | None:
     )
     if not stack:
         return None
-    return ".".join(s for s in _steps(list(stack.values())[-1][0]) if s not in _CONTAINERS)
+    return _joined(_steps(list(stack.values())[-1][0]))

@@ -49,17 +49,30 @@ class EveryInit(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 5)
         self.convolution = nn.Conv2d(3, 4, 3)
-        self.embedding = nn.Embedding(7, 3)
+        self.embedding = nn.Embedding(7, 3, padding_idx=2)
         self.norm = nn.LayerNorm(4)
         self.bilinear = nn.Bilinear(3, 4, 5)
+        self.recurrent = nn.LSTM(3, 5)
         self.truncated = nn.Linear(5, 5)
-        self.orthogonal = nn.Linear(5, 5)
+        self.wide = nn.Linear(8, 3)
+        self.sparse = nn.Linear(5, 6)
+        self.diagonal = nn.Linear(3, 5)
+        self.by_hand = nn.Linear(3, 5)
 
     def init_weights(self) -> None:
         for module in self.children():
             cast(nn.Linear, module).reset_parameters()
         nn.init.trunc_normal_(self.truncated.weight, std=0.3)
-        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.orthogonal_(self.wide.weight)
+        nn.init.sparse_(self.sparse.weight, 0.5)
+        nn.init.eye_(self.diagonal.weight)
+        weight = self.by_hand.weight
+        with torch.no_grad():
+            weight[1:3].normal_()
+            weight.T[0] = torch.arange(5.0)
+            weight.data.view(-1)[-2:] += 7
+            weight.mul_(torch.arange(1.0, 4.0)).div_(weight.norm())
+            self.by_hand.bias.copy_(weight.sum(1) * self.diagonal.bias)
 
 
 def initialise() -> tuple[float, float]:
@@ -131,10 +144,12 @@ def clip() -> tuple[float, float, float]:
     for options in variants:
         for m in (model, reference):
             torch.optim.AdamW(m.parameters(), **options).step()
+    for m in (model, reference):
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, foreach=True).step()
     return abs(full(norms[0]) - norms[1]).item(), clipped, distance(model, reference, value)
 
 
-def test_clipping_and_adamw_variants_equal_one_process() -> None:
+def test_clipping_and_optimizer_variants_equal_one_process() -> None:
     for norm, clipped, stepped in run_ranks(clip, 2):
         assert norm < 1e-6 and clipped < 1e-6 and stepped < 1e-6
 

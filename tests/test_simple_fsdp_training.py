@@ -1,8 +1,12 @@
-"""Losses, gradients and weights of `simple_fsdp` equal those of eager FSDP2, on real gloo ranks."""
+"""Losses, gradients and weights of `simple_fsdp` equal those of eager FSDP2, on real gloo ranks.
+
+Eager against eager; `test_overlap_on_ranks` compares what Inductor compiled, with and without the
+plugin, with the same FSDP2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +45,7 @@ def tiny_llama(frozen: tuple[str, ...] = ()) -> Llama3:
     return model
 
 
-def train(model: nn.Module, optimizer_name: str, call: Callable[[Tensor], Tensor]) -> Run:
+def train(model: nn.Module, optimizer_name: str) -> Run:
     """Ten steps of language modelling, every rank on its own tokens."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, optimizer_name)(parameters, lr=LEARNING_RATE[optimizer_name])
@@ -50,7 +54,7 @@ def train(model: nn.Module, optimizer_name: str, call: Callable[[Tensor], Tensor
     gradients: dict[str, Tensor] = {}
     for _ in range(NUM_STEPS):
         batch = torch.randint(0, TINY.vocab_size, (2, 9), generator=tokens)
-        logits = call(batch[:, :-1])
+        logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -69,10 +73,9 @@ def fsdp2(model: Llama3, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run: its optimizer, whether it is compiled, what is frozen, the wire dtype."""
+    """One training run: its optimizer, what is frozen, the wire dtype."""
 
     optimizer_name: str = "SGD"
-    compiled: bool = False
     frozen: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
 
@@ -87,28 +90,23 @@ def compare_one(case: Case) -> tuple[Run, Run]:
     reduce_dtype = torch.float32 if case.dtype else None
     theirs = Fsdp2Policy(case.dtype, reduce_dtype, cast_forward_inputs=False)
     model = fsdp2(tiny_llama(case.frozen), mesh=mesh, mp_policy=theirs)
-    expected = train(model, case.optimizer_name, model)
+    expected = train(model, case.optimizer_name)
     ours = MixedPrecisionPolicy(case.dtype, reduce_dtype)
     model = simple_fsdp(tiny_llama(case.frozen), mesh, mp_policy=ours)
-    call = torch.compile(model, fullgraph=True) if case.compiled else model
-    return expected, train(model, case.optimizer_name, call)
+    return expected, train(model, case.optimizer_name)
 
 
-def assert_equal_runs(expected: Run, got: Run, weight_tolerance: float = TOLERANCE) -> None:
+def assert_equal_runs(expected: Run, got: Run) -> None:
     assert got.gradients.keys() == expected.gradients.keys()
     assert got.losses == pytest.approx(expected.losses, abs=TOLERANCE)
-    for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(
-            got.gradients[name], gradient, atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(
-            got.weights[name],
-            weight,
-            atol=weight_tolerance,
-            rtol=0,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    for wanted, found in (
+        (expected.gradients, got.gradients),
+        (expected.weights, got.weights),
+    ):
+        for name, value in wanted.items():
+            torch.testing.assert_close(
+                found[name], value, atol=TOLERANCE, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -116,16 +114,6 @@ def test_ten_eager_steps_equal_fsdp2(world_size: int) -> None:
     for runs in run_ranks(compare, world_size, [Case("SGD"), Case("AdamW")]):
         for expected, got in runs:
             assert_equal_runs(expected, got)
-
-
-@pytest.mark.compile
-def test_ten_compiled_steps_equal_fsdp2() -> None:
-    cases = [Case("SGD", compiled=True), Case("AdamW", compiled=True)]
-    for runs in run_ranks(compare, 2, cases, timeout_s=300):
-        assert_equal_runs(*runs[0])
-        # AdamW divides each gradient by its own size: where one is nearly zero, Inductor's other
-        # rounding moves the weight by a visible part of the learning rate (0.001).
-        assert_equal_runs(*runs[1], weight_tolerance=1e-5)
 
 
 def test_bf16_parameters_and_frozen_parameters_equal_fsdp2() -> None:

@@ -32,28 +32,42 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "use_cache": False}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    # Its embedding is tied, its layers are Conv1D.
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_embd": 32,
+            "n_layer": 1,
+            "n_head": 4,
+            "n_positions": 16,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "use_cache": False,
+        },
+    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "bert": (
+        "BertConfig",
+        "BertForMaskedLM",
+        {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}
 
 
 def build(name: str) -> nn.Module:
-    """A tiny GPT-2 (tied embedding, Conv1D, no dropout) or Mixtral (a mixture of experts)."""
+    """One tiny layer, without dropout, of the model called `name` in `MODELS`."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     hf: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
-    if name == "gpt2":
-        config = hf.GPT2Config(
-            vocab_size=VOCAB_SIZE,
-            n_embd=32,
-            n_layer=1,
-            n_head=4,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
-        return hf.GPT2LMHeadModel(config)
-    experts = {"num_key_value_heads": 2, "use_cache": False, "num_local_experts": 4}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, **experts))
+    config, model, fields = MODELS[name]
+    return getattr(hf, model)(getattr(hf, config)(**fields))
 
 
 def batch(rank: int) -> Tensor:
@@ -91,8 +105,8 @@ def compare_one(name: str) -> list[tuple[float, float]]:
 
 
 def test_losses_equal_one_process() -> None:
-    names = ["gpt2", "mixtral"]
-    for per_model in run_ranks(compare, 2, names, timeout_s=500):
+    for per_model in run_ranks(compare, 2, list(MODELS), timeout_s=500):
+        assert list(per_model) == list(MODELS)
         for name, losses in per_model.items():
             for expected, got in losses:
                 assert got == pytest.approx(expected, abs=1e-5), name
