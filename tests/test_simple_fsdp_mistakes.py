@@ -134,7 +134,7 @@ def test_plain_references_that_cannot_follow(mesh: DeviceMesh) -> None:
 )
 def test_dtypes_a_cast_does_not_serve(field: str, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=rf"MixedPrecisionPolicy\.{field}.*{message}"):
-        MixedPrecisionPolicy(**{field: dtype})
+        MixedPrecisionPolicy(**{field: dtype})  # pyright: ignore[reportArgumentType]
 
 
 def test_accumulation_needs_a_sharded_model_and_does_not_nest(mesh: DeviceMesh) -> None:
