@@ -2,7 +2,8 @@
 
 `bucket_program` writes the same tasks that `bucketing.merge_bucket` writes nodes for: one pack,
 one start, one wait, and for gathers one unpack copy per member. The unpack task takes the name of
-the member's wait, so whatever depended on that wait depends on the unpacked result.
+the member's wait, so whatever depended on that wait depends on the unpacked result. A cast in
+front of a member becomes part of the packing kernel: its task stays, without time or buffer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class _Merged:
     replaced_buffers: dict[str, str]
     """Buffers of the members that become part of a bucket's buffer."""
     gone: frozenset[str]
-    """Names of tasks and buffers that exist no longer."""
+    """Names of tasks that exist no longer."""
+    absorbed: frozenset[str]
+    """Names of tasks that the packing kernel does."""
 
 
 def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> _Merged:
@@ -67,7 +70,7 @@ def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> 
         program.by_name[member.follows].wait in start.deps
         for member, start in zip(members, starts, strict=True)
     )
-    pack, start, packed = _pack_and_start(program, merged, starts, fed_by_bucket)
+    pack, start, packed = _pack_and_start(program, merged, members, fed_by_bucket)
     output = Buffer(f"{bucket.name}.output", merged.output_bytes)
     start = replace(start, writes=(output.name,))
     wait = Task(merged.wait, "wait", collective=merged.name, reads=(output.name,))
@@ -84,7 +87,8 @@ def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> 
     kept = any(program.schedule.buffers[name].is_output for name in replaced)
     buffers = [*packed, replace(output, is_output=kept)]
     gone = frozenset(member.name for member in members)
-    return _Merged(merged, (*pack, start, wait, *unpack), tuple(buffers), replaced, gone)
+    absorbed = frozenset(member.absorbed for member in members if pack and member.absorbed)
+    return _Merged(merged, (*pack, start, wait, *unpack), tuple(buffers), replaced, gone, absorbed)
 
 
 def _merged_collective(bucket: Bucket, members: Sequence[FreeCollective]) -> FreeCollective:
@@ -99,6 +103,8 @@ def _merged_collective(bucket: Bucket, members: Sequence[FreeCollective]) -> Fre
         fqn=None,
         module=modules[0] if len(modules) == 1 else None,
         unpack_is_fused=False,
+        absorbed="",
+        pack_saves_bytes=0,
         can_merge=False,
         members=bucket.members,
     )
@@ -107,9 +113,11 @@ def _merged_collective(bucket: Bucket, members: Sequence[FreeCollective]) -> Fre
 def _pack_and_start(
     program: Program,
     merged: FreeCollective,
-    starts: Sequence[Task],
+    members: Sequence[FreeCollective],
     fed_by_bucket: bool,
 ) -> tuple[list[Task], Task, list[Buffer]]:
+    tasks = program.schedule.by_name
+    starts = [tasks[member.name] for member in members]
     deps = tuple(dict.fromkeys(dep for start in starts for dep in start.deps))
     reads = tuple(dict.fromkeys(name for start in starts for name in start.reads))
     prices = program.prices
@@ -124,11 +132,13 @@ def _pack_and_start(
     if fed_by_bucket:  # HSDP: the payload already lies in one tensor, as a bucket reduced it
         return [], start, []
     packed = Buffer(f"{merged.name}.packed", merged.input_bytes)
+    sources = [tasks[member.absorbed or member.name] for member in members]
+    moved_bytes = 2 * merged.input_bytes - sum(member.pack_saves_bytes for member in members)
     pack = Task(
         f"{merged.name}.pack",
-        duration_us=prices.copy_us(merged.input_bytes),
+        duration_us=prices.copy_us(max(0, moved_bytes) // 2),
         deps=deps,
-        reads=reads,
+        reads=tuple(dict.fromkeys(name for source in sources for name in source.reads)),
         writes=(packed.name,),
     )
     return [pack], replace(start, deps=(pack.name,), reads=(packed.name,)), [packed]
@@ -163,13 +173,17 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
     renamed = {old: new for part in parts for old, new in part.replaced_buffers.items()}
     merged_into = {name: part.collective.name for part in parts for name in part.gone}
     merged_waits = {task.name for part in parts for task in part.tasks}
+    absorbed = frozenset[str]().union(*(part.absorbed for part in parts))
+    unwritten = {name for task in absorbed for name in program.schedule.by_name[task].writes}
     kept = [
-        _renamed(task, renamed, merged_into)
+        replace(task, duration_us=0.0, writes=()) if task.name in absorbed else task
         for task in program.schedule.tasks
         if task.name not in gone and task.name not in merged_waits
     ]
+    kept = [_renamed(task, renamed, merged_into) for task in kept]
     new = [_renamed(task, renamed, merged_into) for part in parts for task in part.tasks]
-    buffers = {name: b for name, b in program.schedule.buffers.items() if name not in renamed}
+    replaced = renamed.keys() | unwritten
+    buffers = {name: b for name, b in program.schedule.buffers.items() if name not in replaced}
     buffers |= {buffer.name: buffer for part in parts for buffer in part.buffers}
     movable = (program.movable - gone) | {task.name for task in new}
     singles = [c for c in program.collectives if c.name not in gone]
@@ -180,6 +194,7 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
         collectives=(*singles, *(part.collective for part in parts)),
         movable=frozenset(movable),
         merged_bytes={name: program.by_name[name].size_bytes for name in gone},
+        weight_gradients={},
     )
     return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
 

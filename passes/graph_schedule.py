@@ -17,14 +17,26 @@ from functools import cached_property, partial
 import torch
 import torch.fx as fx
 
-from inductor_overlap.cost_model.fusion import is_fusible, is_virtual
+from inductor_overlap.cost_model.fusion import (
+    OpKind,
+    is_fusible,
+    is_virtual,
+    op_kind,
+    stored_inputs,
+)
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.cost_model.wire_time import least_us_per_byte
 from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
 from inductor_overlap.passes.collectives import BUCKET, Collective, find_collectives
-from inductor_overlap.passes.fx_ops import is_barrier, is_wait, op_base_name, written_inputs
+from inductor_overlap.passes.fx_ops import (
+    is_barrier,
+    is_wait,
+    op_base_name,
+    payload,
+    written_inputs,
+)
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import Storages, is_alias, viewed
 
@@ -93,6 +105,7 @@ class _Reader:
             collectives=free,
             movable=frozenset(movable),
             prices=self.prices,
+            weight_gradients=self._weight_gradients(),
         )
         return GraphProgram(
             program, self.collectives, {name: tuple(nodes) for name, nodes in self.nodes.items()}
@@ -327,12 +340,58 @@ class _Reader:
         return phases
 
     def _neutral(self, collective: Collective) -> FreeCollective:
+        cast = self._absorbable(collective)
+        read_bytes = 0 if cast is None else sum(stored_inputs(cast).values())
         return replace(
             neutral(collective, collective.name, collective.waits[0].name),
+            absorbed="" if cast is None else cast.name,
+            pack_saves_bytes=0 if cast is None else collective.input_bytes - read_bytes,
             bucket_key=(*collective.bucket_key, self._phase[collective.start]),
             unpack_is_fused=_only_fused_readers(collective.waits[0]),
             can_merge=not why_not_bucketed(collective),
         )
+
+    def _weight_gradients(self) -> dict[str, tuple[str, ...]]:
+        """Reduction -> the matmul that makes its input, and what stands between, in graph order.
+
+        None before the last barrier: nothing may be moved across it.
+        """
+        barriers = [node for node in self.graph.nodes if is_barrier(node)]
+        behind = set(barriers[-1:])
+        if barriers:
+            node = barriers[-1]
+            while (node := node.next).op != "root":
+                behind.add(node)
+        found: dict[str, tuple[str, ...]] = {}
+        for collective in self.collectives:
+            if collective.free and collective.kind != "all_gather" and not collective.follows:
+                chain = self._matmul_chain(collective)
+                if chain and (not barriers or chain[0] in behind):
+                    found[collective.name] = tuple(self.task_of[node] for node in chain)
+        return found
+
+    def _matmul_chain(self, collective: Collective) -> list[fx.Node]:
+        sources = payload(collective.start)
+        node, chain = sources[0], list[fx.Node]()
+        while len(sources) == 1 and len(node.users) == 1 and self.task_of.get(node) == node.name:
+            chain.insert(0, node)
+            if op_kind(node) is OpKind.MATMUL:
+                return chain
+            if len(node.all_input_nodes) != 1:
+                break
+            node = node.all_input_nodes[0]
+        return []
+
+    def _absorbable(self, collective: Collective) -> fx.Node | None:
+        """The pointwise node that makes the collective's input and nothing else reads."""
+        if collective.kind == "all_gather" or why_not_bucketed(collective):
+            return None
+        node = payload(collective.start)[0]
+        while is_alias(node) and len(node.users) == 1:
+            node = node.all_input_nodes[0]
+        is_own_task = self.task_of.get(node) == node.name and len(self.nodes[node.name]) == 1
+        is_absorbed = op_kind(node) is OpKind.FUSIBLE and len(node.users) == 1 and is_own_task
+        return node if is_absorbed and node.name not in self.chains else None
 
 
 def neutral(collective: Collective, start: str, wait: str) -> FreeCollective:

@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.cost_model.schedule import Task
+from inductor_overlap.passes.memory_room import MemoryRoom, start_bytes
 from inductor_overlap.passes.program import FreeCollective, Program, find_windows
-from inductor_overlap.passes.reorder import Emitter, finish_order, order_on_demand
+from inductor_overlap.passes.reorder import Emitter, finish_order
 
 
 def list_schedule(
@@ -44,6 +44,23 @@ def list_schedule(
     return _ListScheduler(program, memory_limit_bytes, prefetch_us, issue_order).run()
 
 
+def reductions_together(
+    program: Program, *, longest_us: float, memory_limit_bytes: float = math.inf
+) -> list[list[FreeCollective]]:
+    """Which reductions wait together when their link becomes free: buckets that save latency.
+
+    The same walk as `list_schedule`, in which whatever is pending on a link starts as one.
+
+    Args:
+        program: its gathers as they will be, its reductions single.
+        longest_us: a bucket closes before it takes longer than this.
+        memory_limit_bytes: as in `list_schedule`.
+    """
+    scheduler = _ListScheduler(program, memory_limit_bytes, math.inf, (), longest_us)
+    scheduler.run()
+    return scheduler.together
+
+
 class _ListScheduler:
     def __init__(
         self,
@@ -51,11 +68,14 @@ class _ListScheduler:
         limit_bytes: float,
         prefetch_us: float,
         issue_order: Sequence[str],
+        merge_us: float = 0.0,
     ) -> None:
         self.program = program
         self.issue_order = deque(issue_order)
-        self.limit_bytes = limit_bytes
         self.prefetch_us = prefetch_us
+        self.merge_us = merge_us
+        self.together: list[list[FreeCollective]] = []
+        self.merged_us: dict[str, float] = {}
         self.tasks = program.schedule.by_name
         self.machine = program.schedule.machine
         self.windows = find_windows(program)
@@ -65,8 +85,7 @@ class _ListScheduler:
         self.free_us: dict[str, float] = {}
         self.end_us: dict[str, float] = {}
         self.in_flight: deque[FreeCollective] = deque()
-        self.held_bytes = 0
-        self.profile, self.spikes, self.rest = self._on_demand_profile()
+        self.room = MemoryRoom(program, limit_bytes)
         self.gathers = self._gather_queues()
         self.pending: dict[str, deque[FreeCollective]] = {link: deque() for link in self._links()}
         self.ready = self._ready_reductions()
@@ -106,30 +125,6 @@ class _ListScheduler:
             ready.setdefault(self.windows.ready_at[reduction.name], []).append(reduction)
         return ready
 
-    def _on_demand_profile(self) -> tuple[list[int], list[int], list[int]]:
-        """Most live bytes before and in each fixed task when nothing is early and nothing late.
-
-        The second list counts only the reductions that end before the task: a gather that starts
-        early is live beside them too, though its first use comes after. The third leaves them
-        out: what they hold is counted by ``held_bytes`` once they are ready.
-        """
-        ordered = self.program.schedule.reordered(order_on_demand(self.program))
-        profile: list[int] = []
-        spikes: list[int] = []
-        rest: list[int] = []
-        spike, after = 0, 0
-        for task, live_bytes in zip(ordered.tasks, memory_profile(ordered), strict=True):
-            after = max(after, live_bytes)
-            collective = self.program.by_wait.get(task.name)
-            if collective is not None and not collective.is_gather:
-                spike, after = max(spike, after), 0
-            if task.name not in self.program.movable:
-                profile.append(max(spike, after))
-                spikes.append(spike)
-                rest.append(after)
-                spike, after = 0, 0
-        return [*profile, max(spike, after)], [*spikes, spike], [*rest, after]
-
     def _latest_starts(self) -> dict[str, float]:
         """Latest start of each gather that delays no compute, on a clock without stalls."""
         launch_us = self.machine.launch_us
@@ -154,7 +149,6 @@ class _ListScheduler:
             if reduction.name in self.emitter:  # something needed it before its turn
                 continue
             self.pending[self._link(reduction)].append(reduction)
-            self.held_bytes += reduction.input_bytes
 
     def _serve(self, index: int) -> None:
         """Start and wait for what the fixed task needs now."""
@@ -168,19 +162,51 @@ class _ListScheduler:
                 collective = self._choose(link, index)
                 if collective is None:
                     break
-                self._emit(collective.name, index)
+                for member in self._merge(collective, self._slack_us(link)):
+                    self._emit(member.name, index)
 
     def _choose(self, link: str, index: int) -> FreeCollective | None:
         if self.issue_order:
             return self._next_issued(link, index)
         gather = self._admissible_gather(link, index)
         pending = self.pending[link]
-        reduction = pending[0] if pending and self._is_reducible(pending[0]) else None
+        reduction = pending[0] if pending and self._can_start(pending[0], index) else None
         if gather is None or reduction is None:
             return reduction if gather is None else gather
+        return (
+            reduction if self.tasks[reduction.name].duration_us <= self._slack_us(link) else gather
+        )
+
+    def _slack_us(self, link: str) -> float:
+        """How long the link may do other things before the next gather must start."""
+        queue = self.gathers[link]
+        while queue and queue[0].name in self.emitter:
+            queue.popleft()
+        if not queue:
+            return math.inf
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-        slack_us = self.latest_us[gather.name] + self.stalled_us - begin_us
-        return reduction if self.tasks[reduction.name].duration_us <= slack_us else gather
+        return self.latest_us[queue[0].name] + self.stalled_us - begin_us
+
+    def _merge(self, first: FreeCollective, slack_us: float = math.inf) -> list[FreeCollective]:
+        """``first`` and what is pending beside it, as far as one bucket may hold them."""
+        members = [first]
+        if first.is_gather or self.merge_us <= 0.0 or first.follows or not first.can_merge:
+            return members
+        size_bytes = first.size_bytes
+        longest_us = min(self.merge_us, slack_us)
+        for other in self.pending[self._link(first)]:
+            grown_us = self._collective_us(first, size_bytes + other.size_bytes)
+            same = other.bucket_key == first.bucket_key and other.can_merge
+            if other is not first and same and grown_us <= longest_us:
+                members.append(other)
+                size_bytes += other.size_bytes
+        self.together.append(members)
+        self.merged_us |= {member.name: 0.0 for member in members}
+        self.merged_us[first.name] = self._collective_us(first, size_bytes)
+        return members
+
+    def _collective_us(self, like: FreeCollective, size_bytes: int) -> float:
+        return self.program.prices.collective_us(like.kind, size_bytes, like.ranks)
 
     def _next_issued(self, link: str, index: int) -> FreeCollective | None:
         while self.issue_order and self.issue_order[0] in self.emitter:
@@ -192,6 +218,19 @@ class _ListScheduler:
             return self._admissible(collective, link, index)
         can_start = collective in self.pending[link] and self._is_reducible(collective)
         return collective if can_start else None
+
+    def _can_start(self, reduction: FreeCollective, index: int) -> bool:
+        """Whether a pending reduction has its input, and room for what its start allocates."""
+        if not self._is_reducible(reduction):
+            return False
+        while not self._has_room(reduction, index):
+            if not self._retire_finished():
+                return False
+        return True
+
+    def _has_room(self, reduction: FreeCollective, index: int) -> bool:
+        before = [self.tasks[name] for name in self.emitter.missing(reduction.name)[:-1]]
+        return self.room.has_room(index, start_bytes(reduction), before)
 
     def _is_reducible(self, reduction: FreeCollective) -> bool:
         """False while the reduction that this one continues (HSDP) is still on the wire."""
@@ -220,15 +259,12 @@ class _ListScheduler:
         return gather if self._fits(gather, index) else None
 
     def _fits(self, gather: FreeCollective, index: int) -> bool:
-        """Whether the gather's buffers fit from here to its first use, pending reductions kept."""
+        """Whether the gather's buffers fit from here to its first use."""
         use = self.windows.first_use[gather.name]
-        now = self.rest[index] if index < use else 0
-        needed = _early_bytes(gather) + max(
-            [now, *self.profile[index + 1 : use], self.spikes[use] if index < use else 0]
-        )
-        while needed + self.held_bytes > self.limit_bytes and self._retire_finished():
-            pass
-        return needed + self.held_bytes <= self.limit_bytes
+        while not self.room.admits(gather, index, use):
+            if not self._retire_finished():
+                return False
+        return True
 
     def _emit(self, name: str, index: int | None = None) -> None:
         """Write ``name`` and whatever it needs, and keep the clocks and counts of all of it.
@@ -237,6 +273,7 @@ class _ListScheduler:
         """
         for written in self.emitter.emit(name):
             task = self.tasks[written]
+            self.room.live.run(task)
             if task.kind == "start":
                 self._started(task, index)
             elif task.kind == "wait":
@@ -247,7 +284,8 @@ class _ListScheduler:
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)
         begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-        self.free_us[link] = self.end_us[task.name] = begin_us + task.duration_us
+        duration_us = self.merged_us.get(task.name, task.duration_us)
+        self.free_us[link] = self.end_us[task.name] = begin_us + duration_us
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return
@@ -255,7 +293,7 @@ class _ListScheduler:
             self.pending[link].remove(collective)
             self.in_flight.append(collective)
         elif collective.is_gather and index is not None:
-            self._reserve(index, self.windows.first_use[collective.name], _early_bytes(collective))
+            self.room.reserve(collective, index, self.windows.first_use[collective.name])
 
     def _waited(self, task: Task) -> None:
         end_us = self.end_us[task.collective]
@@ -264,15 +302,10 @@ class _ListScheduler:
         collective = self.program.by_name.get(task.collective)
         if collective is not None and collective in self.in_flight:
             self.in_flight.remove(collective)
-            self.held_bytes -= collective.input_bytes
-
-    def _reserve(self, begin: int, end: int, size_bytes: int) -> None:
-        self.profile[begin:end] = [live + size_bytes for live in self.profile[begin:end]]
-        self.rest[begin:end] = [live + size_bytes for live in self.rest[begin:end]]
 
     def _retire_for_memory(self, index: int) -> None:
         """Wait for the oldest reductions until the task and those still pending fit."""
-        while self.rest[index] + self.held_bytes > self.limit_bytes:
+        while self.room.is_full(index):
             if not self.in_flight and not self._start_oldest_pending():
                 return
             self._emit(self.in_flight[0].wait)
@@ -292,11 +325,10 @@ class _ListScheduler:
         return True
 
     def _drain(self) -> None:
+        end = len(self.program.fixed)
         for queue in self.pending.values():
             while queue:
-                self._emit(queue[0].name)
-
-
-def _early_bytes(gather: FreeCollective) -> int:
-    """What a gather holds before its first use: its output, for a bucket its packed input too."""
-    return gather.output_bytes + (gather.input_bytes if gather.members else 0)
+                while self.in_flight and not self._has_room(queue[0], end):
+                    self._emit(self.in_flight[0].wait)
+                for member in self._merge(queue[0]):
+                    self._emit(member.name)

@@ -2,7 +2,8 @@
 
 `Program` is neutral: the two adapters (`graph_schedule` for FX graphs, `snode_schedule` for
 scheduler nodes) build one, policies turn it into a `Plan`, and `reorder` writes orders for it.
-Compute that serves no free collective is *fixed*: it keeps its relative order in every plan.
+Compute that serves no free collective is *fixed*: it keeps its relative order in every plan. The
+one exception are the matmuls that make weight gradients (`defer_gradients`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class FreeCollective:
         input_position: position of the parameter among the graph inputs; payload order.
         unpack_is_fused: its result is read by pointwise kernels only, so that unpacking it from a
             bucket needs no copy of its own.
+        absorbed: the task that writes its input, if the kernel that packs a bucket would compute
+            that input itself instead (a cast of a gradient), else "".
+        pack_saves_bytes: what packing then reads less than its input (more, if negative).
         can_merge: it may join a bucket (its sizes are static and it is not one already).
         follows: name of the reduction whose result it reduces further (HSDP), else "".
         members: names of the collectives it was merged from; empty if it is not a bucket.
@@ -48,6 +52,8 @@ class FreeCollective:
     module: str | None = None
     input_position: int = 0
     unpack_is_fused: bool = False
+    absorbed: str = ""
+    pack_saves_bytes: int = 0
     can_merge: bool = True
     follows: str = ""
     members: tuple[str, ...] = ()
@@ -67,6 +73,13 @@ class Program:
     prices: PricedCluster
     merged_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Sizes of the collectives that were merged into buckets, by name."""
+    weight_gradients: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict[str, tuple[str, ...]]
+    )
+    """Reduction -> the fixed tasks that make its input and serve nothing else, a matmul first.
+
+    They may be deferred: moved, together, behind later fixed tasks.
+    """
 
     def __repr__(self) -> str:
         return f"Program({self.schedule!r}, {len(self.collectives)} free collectives)"

@@ -17,12 +17,12 @@ from inductor_overlap.passes.auto_wrap import (
     NoWrap,
     parse_wrap,
     rank_choices,
-    repeated_blocks,
 )
 from inductor_overlap.passes.greedy_wrap import GreedyWrap
 from inductor_overlap.passes.manual_wrap import ManualWrap
 from inductor_overlap.passes.plan import Bucket, Plan
 from inductor_overlap.passes.program import Program
+from inductor_overlap.passes.stages import repeated_blocks
 
 pytestmark = pytest.mark.quick
 

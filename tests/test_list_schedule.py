@@ -112,12 +112,21 @@ def test_a_gather_that_compute_is_about_to_need_goes_before_a_pending_scatter() 
     assert step_us(given, order) == 40
 
 
-def test_a_scatter_is_waited_for_early_when_memory_is_short() -> None:
-    """Beside c2 live: grad 100, shard 50, w2 100. Below that the scatter ends before c2."""
+def test_a_scatter_starts_when_there_is_room_for_its_output() -> None:
+    """Beside c2 live: grad 100, w2 100, and 50 for the shard if the scatter has started."""
     given = backward()
     order = list_schedule(given, memory_limit_bytes=249)
-    assert order.index("wait_r1") < order.index("c2")
-    assert simulate(given.with_order(order).schedule).peak_bytes <= 249
+    assert order.index("c2") < order.index("r1") < order.index("c3")
+    assert simulate(given.with_order(order).schedule).peak_bytes == 200
+    assert step_us(given, order) == 40  # g2 cannot start beside c1, whose grad may need its shard
+
+
+def test_a_scatter_is_waited_for_early_when_memory_is_short() -> None:
+    """Below 200 bytes, grad and w2 exclude each other: the scatter ends before c2 begins."""
+    given = backward()
+    order = list_schedule(given, memory_limit_bytes=199)
+    assert order.index("wait_r1") < order.index("g2")
+    assert simulate(given.with_order(order).schedule).peak_bytes <= 199
 
 
 def test_the_issue_order_is_kept() -> None:

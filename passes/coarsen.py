@@ -1,0 +1,136 @@
+"""A smaller program to search on: runs of fixed compute as one task each.
+
+Policies try many plans, and most tasks never matter to any of them: no gather is first needed and
+no reduction becomes ready between two neighbours. `coarsen` joins such neighbours; an order of the
+coarse program expands to one of the whole program. Times add up exactly. Memory is exact between
+tasks and never too low inside one; near the program's peak nothing is joined, so that a limit
+binds where it would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from inductor_overlap.cost_model.memory import memory_profile
+from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
+from inductor_overlap.passes.program import Program, find_windows
+from inductor_overlap.passes.reorder import order_on_demand
+
+_NEAR_PEAK = 0.9
+"""Tasks with more live bytes than this share of the peak, without overlap, stay as they are."""
+
+
+@dataclass(frozen=True)
+class CoarseProgram:
+    """A coarse program, and what its joined tasks stand for."""
+
+    program: Program
+    parts: dict[str, tuple[str, ...]]
+
+    def expand(self, order: Iterable[str]) -> list[str]:
+        """Names of the whole program's tasks, in the order of the coarse ones."""
+        return [part for name in order for part in self.parts.get(name, (name,))]
+
+
+def coarsen(program: Program) -> CoarseProgram:
+    """``program`` with runs of fixed compute joined, in the order without overlap."""
+    groups = [group for group in _runs(program) if len(group) > 1]
+    if not groups:
+        return CoarseProgram(program, {})
+    schedule = _join(program.schedule, groups)
+    coarse = replace(program, schedule=schedule)
+    ordered = coarse.with_order(order_on_demand(coarse))
+    parts = {group[0].name: tuple(task.name for task in group) for group in groups}
+    return CoarseProgram(ordered, parts)
+
+
+def _runs(program: Program) -> Iterator[list[Task]]:
+    windows = find_windows(program)
+    becomes_ready = set(windows.ready_at.values())
+    moved = {name for names in program.weight_gradients.values() for name in names}
+    moved |= {c.absorbed for c in program.collectives}
+    crowded = _near_peak(program)
+    run: list[Task] = []
+    for index, task in enumerate(program.fixed):
+        alone = task.kind != "compute" or task.name in moved or task.name in crowded
+        needs_others = bool(windows.needed[index]) or any(d in program.movable for d in task.deps)
+        if run and (alone or needs_others or index in becomes_ready):
+            yield run
+            run = []
+        if alone:
+            yield [task]
+        else:
+            run.append(task)
+    if run:
+        yield run
+
+
+def _near_peak(program: Program) -> set[str]:
+    ordered = program.schedule.reordered(order_on_demand(program))
+    profile = memory_profile(ordered)
+    most = _NEAR_PEAK * max(profile, default=0)
+    return {task.name for task, live in zip(ordered.tasks, profile, strict=True) if live > most}
+
+
+def _join(schedule: Schedule, groups: Sequence[Sequence[Task]]) -> Schedule:
+    readers = Counter(name for task in schedule.tasks for name in task.reads)
+    leader = {task.name: group[0].name for group in groups for task in group}
+    buffers = dict(schedule.buffers)
+    joined = {
+        group[0].name: _joined(group, buffers, readers, schedule.machine.launch_us)
+        for group in groups
+    }
+    tasks: list[Task] = []
+    for task in schedule.tasks:
+        if leader.get(task.name, task.name) == task.name:
+            task = joined.get(task.name, task)
+            deps = dict.fromkeys(leader.get(dep, dep) for dep in task.deps)
+            deps.pop(task.name, None)
+            tasks.append(replace(task, deps=tuple(deps)))
+    return replace(schedule, tasks=tuple(tasks), buffers=buffers)
+
+
+def _joined(
+    group: Sequence[Task], buffers: dict[str, Buffer], readers: Counter[str], launch_us: float
+) -> Task:
+    """One task for ``group``; drops from ``buffers`` what lives inside it only."""
+    inside = Counter(name for task in group for name in task.reads)
+    written = {name for task in group for name in task.writes}
+    kept = [n for n in written if buffers[n].is_output or readers[n] > inside[n]]
+    reads = tuple(n for n in inside if n not in written)
+    ends = {n for n in reads if readers[n] == inside[n] and not buffers[n].is_output}
+    extra = _most_extra_bytes(group, buffers, written - set(kept), ends, Counter(inside))
+    extra -= sum(buffers[name].size_bytes for name in kept)
+    for name in written - set(kept):
+        del buffers[name]
+    name = group[0].name
+    writes = sorted(kept)
+    if extra > 0:
+        buffers[f"{name}.inside"] = Buffer(f"{name}.inside", extra)
+        writes.append(f"{name}.inside")
+    timed = [task for task in group if task.duration_us > 0.0]
+    busy_us = sum(task.duration_us for task in timed) + launch_us * max(0, len(timed) - 1)
+    deps = tuple(dict.fromkeys(dep for task in group for dep in task.deps))
+    return Task(name, duration_us=busy_us, deps=deps, reads=reads, writes=tuple(writes))
+
+
+def _most_extra_bytes(
+    group: Sequence[Task],
+    buffers: dict[str, Buffer],
+    internal: set[str],
+    ends: set[str],
+    left: Counter[str],
+) -> int:
+    """The most that is live inside the group beyond what was live before it."""
+    now, most = 0, 0
+    for task in group:
+        now += sum(buffers[name].size_bytes for name in task.writes)
+        most = max(most, now)
+        now -= sum(buffers[n].size_bytes for n in task.writes if n in internal and not left[n])
+        for name in task.reads:
+            left[name] -= 1
+            if not left[name] and (name in internal or name in ends):
+                now -= buffers[name].size_bytes
+    return most

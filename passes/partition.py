@@ -1,0 +1,182 @@
+"""Which gathers, and which reductions, go into one bucket: partitions for `auto_wrap` to try.
+
+Merging saves a latency on the link and costs copies on the compute queue, so what pays depends on
+which of the two is the bottleneck, and that may change along a graph:
+
+* `by_latency` closes a bucket when its bytes take some multiple of a latency: one number that fits
+  slow and fast links alike. What is tiny everywhere (norms) may share one bucket of its own.
+* `by_deadline` finds, for gathers alone, the boundaries after which compute reaches the end first:
+  dynamic programming over what the link and compute have done, without a memory limit.
+* `pending_together` merges the reductions that wait for the link at the same time.
+
+A partition is a list of groups; groups of one stay single.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from inductor_overlap.passes.list_schedule import reductions_together
+from inductor_overlap.passes.manual_wrap import make_buckets
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program, find_windows
+
+Group = Sequence[FreeCollective]
+
+_TINY = 0.25
+"""A gather is tiny if its bytes take less than this share of a latency."""
+_LONGEST_GROUP = 64
+"""Members of one bucket that `by_deadline` considers at most."""
+
+
+def to_buckets(groups: Iterable[Group]) -> list[Bucket]:
+    """One bucket for each group of two and more."""
+    return make_buckets((str(index), c) for index, group in enumerate(groups) for c in group)
+
+
+def by_latency(program: Program, factor: float, *, pool_tiny: bool = True) -> list[Group]:
+    """Gathers in order of first use; a group's bytes take about ``factor`` latencies.
+
+    A gather that takes as long by itself stays alone.
+    """
+    groups: list[Group] = []
+    for gathers in _mergeable_gathers(program):
+        latency_us = _latency_us(program, gathers)
+        tiny = [g for g in gathers if pool_tiny and _wire_us(program, g) < _TINY * latency_us]
+        if len(tiny) > 1:
+            groups.append(tiny)
+            gathers = [gather for gather in gathers if gather not in tiny]
+        groups += _close_at(program, gathers, factor * latency_us)
+    return groups
+
+
+def _close_at(program: Program, gathers: Group, wire_us: float) -> list[Group]:
+    groups: list[Group] = []
+    current: list[FreeCollective] = []
+    current_us = 0.0
+    for gather in gathers:
+        own_us = _wire_us(program, gather)
+        if current and (own_us >= wire_us or current_us >= wire_us):
+            groups.append(current)
+            current, current_us = [], 0.0
+        current.append(gather)
+        current_us += own_us
+    return [*groups, current] if current else groups
+
+
+class _State(NamedTuple):
+    """After the first gathers: when the link is free, and how late compute is."""
+
+    link_us: float
+    delay_us: float
+    begin: int
+    before: _State | None
+
+
+def by_deadline(program: Program, longest_us: float = math.inf) -> list[Group]:
+    """Gathers in order of first use, cut where compute would end first; see the module.
+
+    Args:
+        program: what to cut.
+        longest_us: the bytes of a bucket take at most this long.
+    """
+    groups: list[Group] = []
+    for gathers in _mergeable_gathers(program):
+        groups += _cut_by_deadline(program, gathers, longest_us)
+    return groups
+
+
+def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> list[Group]:
+    clock_us, use = _compute_clock(program), find_windows(program).first_use
+    due_us = [clock_us[use[gather.name]] for gather in gathers]
+    wire_us = [_wire_us(program, gather) for gather in gathers]
+    latency_us = _latency_us(program, gathers)
+    copy_us = [
+        0.0 if gather.unpack_is_fused else program.prices.copy_us(gather.output_bytes)
+        for gather in gathers
+    ]
+    states: list[list[_State]] = [[] for _ in range(len(gathers) + 1)]
+    states[0] = [_State(0.0, 0.0, 0, None)]
+    for begin in range(len(gathers)):
+        for state in _best_states(states[begin]):
+            link_us, copies_us = state.link_us + latency_us, 0.0
+            for end in range(begin + 1, min(len(gathers), begin + _LONGEST_GROUP) + 1):
+                link_us += wire_us[end - 1]
+                copies_us += copy_us[end - 1]
+                if end > begin + 1 and link_us - state.link_us - latency_us > longest_us:
+                    break
+                delay_us = max(state.delay_us, link_us - due_us[begin])
+                delay_us += copies_us if end > begin + 1 else 0.0
+                states[end].append(_State(link_us, delay_us, begin, state))
+    last = min(states[-1], key=lambda state: (state.delay_us, state.link_us))
+    return _groups_of(gathers, last)
+
+
+def _best_states(states: Iterable[_State]) -> list[_State]:
+    """Those that no other beats both on the link and in compute."""
+    best: list[_State] = []
+    for state in sorted(states, key=lambda state: (state.link_us, state.delay_us)):
+        if not best or state.delay_us < best[-1].delay_us:
+            best.append(state)
+    return best
+
+
+def _groups_of(gathers: Group, last: _State) -> list[Group]:
+    cuts, state = [len(gathers)], last
+    while state.before is not None:
+        cuts.append(state.begin)
+        state = state.before
+    return [gathers[begin:end] for end, begin in pairwise(cuts)][::-1]
+
+
+def pending_together(
+    program: Program, bucketed: Program, factor: float, memory_limit_bytes: float
+) -> list[Group]:
+    """Reductions of ``program`` that wait for their link at the same time.
+
+    Args:
+        program: with single reductions.
+        bucketed: the same with its gathers merged as they will be.
+        factor: a bucket closes before it takes this many latencies.
+        memory_limit_bytes: what the order must keep to.
+    """
+    latency_us = _latency_us(program, [r for r in program.reductions if r.can_merge])
+    together = reductions_together(
+        bucketed, longest_us=factor * latency_us, memory_limit_bytes=memory_limit_bytes
+    )
+    groups: list[Group] = [[program.by_name[c.name] for c in group] for group in together]
+    follower = {r.follows: r for r in program.reductions if r.follows}
+    groups += [
+        [follower[member.name] for member in group if member.name in follower] for group in groups
+    ]
+    return [group for group in groups if group]
+
+
+def _mergeable_gathers(program: Program) -> list[Group]:
+    """Gathers that may share a bucket, by first use; one list for each bucket key."""
+    use = find_windows(program).first_use
+    by_key: dict[tuple[str, ...], list[FreeCollective]] = {}
+    for gather in program.gathers:
+        if gather.can_merge:
+            by_key.setdefault(gather.bucket_key, []).append(gather)
+    return [sorted(gathers, key=lambda g: use[g.name]) for gathers in by_key.values()]
+
+
+def _compute_clock(program: Program) -> list[float]:
+    """When compute would reach each fixed task without ever waiting."""
+    costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in program.fixed)
+    return list(accumulate(costs_us, initial=0.0))
+
+
+def _wire_us(program: Program, collective: FreeCollective) -> float:
+    return program.schedule.by_name[collective.name].wire_us
+
+
+def _latency_us(program: Program, collectives: Group) -> float:
+    """The median of what is not bytes on the wire."""
+    tasks = [program.schedule.by_name[collective.name] for collective in collectives]
+    latencies = sorted(task.duration_us - task.wire_us for task in tasks)
+    return latencies[len(latencies) // 2] if latencies else 0.0

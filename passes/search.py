@@ -1,0 +1,223 @@
+"""Try proposals: defer, bucket, order, simulate, replay memory; keep what was tried.
+
+A `Proposal` says what to merge and defer and how to order; a `Trial` what came of it on the coarse
+program (`coarsen`), on which a try costs a fraction. `Search.finish` carries a trial over to the
+whole program. Proposals over the memory limit are ordered again under a smaller one, and lose the
+largest member of the largest bucket at their peak while none of their orders fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from inductor_overlap.cost_model.memory import buffer_lifetimes
+from inductor_overlap.cost_model.schedule import Schedule
+from inductor_overlap.cost_model.simulate import Timeline, simulate
+from inductor_overlap.passes.bucket_schedule import bucket_program
+from inductor_overlap.passes.coarsen import CoarseProgram, coarsen
+from inductor_overlap.passes.defer_gradients import WeightGradient, defer_gradients
+from inductor_overlap.passes.list_schedule import list_schedule
+from inductor_overlap.passes.manual_wrap import name_of
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program
+from inductor_overlap.passes.reorder import order_on_demand, order_one_ahead
+
+_SHRINK_ATTEMPTS = 4
+_MAX_LEFT_OUT = 8
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the list scheduler runs.
+
+    Attributes:
+        label: for the plan's name.
+        window: a gather starts at most this many times the longest gather before it must.
+        communication: the scheduler plans with collectives this many times as long.
+        one_ahead: prefetch distance of one instead.
+    """
+
+    label: str
+    window: float = math.inf
+    communication: float = 1.0
+    one_ahead: bool = False
+
+    def write(self, program: Program, memory_limit_bytes: float) -> list[str]:
+        if self.one_ahead:
+            return order_one_ahead(program)
+        slower = _slower(program, self.communication)
+        longest_us = max((duration_us(slower, g) for g in program.gathers), default=0.0)
+        window_us = self.window * longest_us if longest_us else math.inf
+        return list_schedule(slower, memory_limit_bytes=memory_limit_bytes, prefetch_us=window_us)
+
+
+EARLY = Order("early")
+JUST_IN_TIME = Order("just in time", window=2.0)
+ONE_AHEAD = Order("one ahead", one_ahead=True)
+ORDERS = (EARLY, JUST_IN_TIME, ONE_AHEAD)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to try: buckets, deferred gradients and an order."""
+
+    label: str
+    buckets: tuple[Bucket, ...] = ()
+    deferred: tuple[WeightGradient, ...] = ()
+    order: Order = EARLY
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a proposal led to on the coarse program.
+
+    ``notes``: what had to be left out of its buckets.
+    """
+
+    proposal: Proposal
+    schedule: Schedule
+    timeline: Timeline
+    notes: tuple[str, ...] = ()
+
+    @property
+    def merit(self) -> tuple[float, int]:
+        return (self.timeline.step_us, self.timeline.peak_bytes)
+
+
+@dataclass
+class Search:
+    """All trials on one program under one memory limit.
+
+    ``is_coarse``: on the coarse program; worth it for many trials, since orders are a little
+    better on the whole one where memory is tight.
+    """
+
+    program: Program
+    memory_limit_bytes: float
+    is_coarse: bool = True
+    trials: list[Trial] = field(default_factory=list[Trial])
+
+    def __post_init__(self) -> None:
+        whole = CoarseProgram(self.program, {})
+        self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
+        self._bases: dict[tuple[WeightGradient, ...], Program] = {(): self.coarse.program}
+        self._tried: set[Proposal] = set()
+
+    def base(self, deferred: tuple[WeightGradient, ...] = ()) -> Program:
+        """The coarse program with ``deferred`` gradients last."""
+        if deferred not in self._bases:
+            self._bases[deferred] = defer_gradients(self.coarse.program, list(deferred))
+        return self._bases[deferred]
+
+    def best(self, number: int) -> list[Trial]:
+        """The best trials within the limit, no two of the same buckets and deferral."""
+        found: dict[object, Trial] = {}
+        for trial in sorted(self.trials, key=lambda trial: trial.merit):
+            if trial.timeline.peak_bytes <= self.memory_limit_bytes:
+                found.setdefault((trial.proposal.buckets, trial.proposal.deferred), trial)
+        return list(found.values())[:number]
+
+    def try_orders(self, proposal: Proposal, orders: Sequence[Order] = ORDERS) -> None:
+        """Try ``proposal`` in every order; while none fits, without what is largest at the peak."""
+        notes: list[str] = []
+        while True:
+            trials = [self._try(replace(proposal, order=order), tuple(notes)) for order in orders]
+            self.trials += trials
+            least = min(trials, key=lambda trial: trial.timeline.peak_bytes)
+            if least.timeline.peak_bytes <= self.memory_limit_bytes or len(notes) == _MAX_LEFT_OUT:
+                return
+            largest = self._largest_member_at_peak(least)
+            if largest is None:
+                return
+            proposal = replace(proposal, buckets=_without(proposal.buckets, largest))
+            name = name_of(self.program.by_name[largest]) or largest
+            notes.append(f"{name} is left out of its bucket, which would not fit the memory limit")
+
+    def try_one(self, proposal: Proposal) -> None:
+        """Try ``proposal`` as it is, unless it has been tried."""
+        if proposal not in self._tried:
+            self._tried.add(proposal)
+            self.trials.append(self._try(proposal, ()))
+
+    def bucketed(self, proposal: Proposal) -> Program:
+        """The coarse program with the buckets and deferral of ``proposal``."""
+        base = self.base(proposal.deferred)
+        return bucket_program(base, _with_new_names(self.program, proposal.buckets))
+
+    def finish(self, trial: Trial) -> tuple[tuple[Bucket, ...], Program]:
+        """Buckets and whole program of ``trial``, in its order."""
+        buckets = _with_new_names(self.program, trial.proposal.buckets)
+        names = self.coarse.expand(task.name for task in trial.schedule.tasks)
+        return tuple(buckets), bucket_program(self.program, buckets).with_order(names)
+
+    def _try(self, proposal: Proposal, notes: tuple[str, ...]) -> Trial:
+        """Order, simulate and replay; above the limit, again under a smaller one."""
+        bucketed = self.bucketed(proposal)
+        allowed = self.memory_limit_bytes
+        trial: Trial | None = None
+        for _ in range(_SHRINK_ATTEMPTS):
+            ordered = bucketed.schedule.reordered(proposal.order.write(bucketed, allowed))
+            trial = Trial(proposal, ordered, simulate(ordered), notes)
+            excess = trial.timeline.peak_bytes - self.memory_limit_bytes
+            if excess <= 0 or math.isinf(self.memory_limit_bytes) or proposal.order.one_ahead:
+                break
+            allowed -= excess
+        assert trial is not None
+        return trial
+
+    def _largest_member_at_peak(self, trial: Trial) -> str | None:
+        """The largest member of the largest bucket whose buffers are live at the peak."""
+        lifetimes = buffer_lifetimes(trial.schedule)
+        at = [task.name for task in trial.schedule.tasks].index(trial.timeline.peak_task)
+        live: list[tuple[int, Bucket]] = []
+        for bucket in _with_new_names(self.program, trial.proposal.buckets):
+            spans = [lifetimes.get(f"{bucket.name}.{part}") for part in ("packed", "output")]
+            if any(span is not None and span[0] <= at <= span[1] for span in spans):
+                live.append((sum(self._size_bytes(member) for member in bucket.members), bucket))
+        if not live:
+            return None
+        return max(max(live, key=lambda pair: pair[0])[1].members, key=self._size_bytes)
+
+    def _size_bytes(self, name: str) -> int:
+        return self.program.by_name[name].size_bytes
+
+
+def duration_us(program: Program, collective: FreeCollective) -> float:
+    return program.schedule.by_name[collective.name].duration_us
+
+
+def least_peak_order(program: Program) -> list[str]:
+    """The order that holds the least: nothing early, nothing late."""
+    return order_on_demand(program)
+
+
+def _slower(program: Program, factor: float) -> Program:
+    """``program`` with collectives that take ``factor`` times as long."""
+    if factor == 1.0:
+        return program
+    tasks = tuple(
+        replace(t, duration_us=t.duration_us * factor, wire_us=t.wire_us * factor)
+        if t.kind == "start"
+        else t
+        for t in program.schedule.tasks
+    )
+    return replace(program, schedule=replace(program.schedule, tasks=tasks))
+
+
+def _with_new_names(program: Program, buckets: Iterable[Bucket]) -> list[Bucket]:
+    """``buckets`` under names that no task of the program has."""
+    taken = program.schedule.by_name
+    renamed: list[Bucket] = []
+    for bucket in buckets:
+        free = (f"{bucket.name}_{i}" for i in count(1) if f"{bucket.name}_{i}" not in taken)
+        renamed.append(replace(bucket, name=next(free)) if bucket.name in taken else bucket)
+    return renamed
+
+
+def _without(buckets: Sequence[Bucket], name: str) -> tuple[Bucket, ...]:
+    """``buckets`` with one member less; a bucket of one is none."""
+    rest = [replace(b, members=tuple(m for m in b.members if m != name)) for b in buckets]
+    return tuple(bucket for bucket in rest if len(bucket.members) > 1)

@@ -1,0 +1,236 @@
+"""The stages of ``wrap="auto"``: each proposes around the best trials of the one before.
+
+1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`;
+2. reductions: how much of what waits for the link together is merged;
+3. weight gradients: how much of them is deferred (`defer_gradients`);
+4. order: how early gathers start, and on a clock on which communication is slower;
+5. a hill climb on the boundaries of the gathers' buckets.
+
+Every bound is a count, never a time, so that all ranks do the same. The constants were chosen on
+Llama graphs from 8B to 405B at 45 to 350 GB/s; none is a time or a size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from inductor_overlap.passes.defer_gradients import (
+    WeightGradient,
+    cheapest,
+    latest,
+    weight_gradients,
+)
+from inductor_overlap.passes.greedy_wrap import GreedyWrap
+from inductor_overlap.passes.manual_wrap import make_buckets, name_of
+from inductor_overlap.passes.partition import (
+    Group,
+    by_deadline,
+    by_latency,
+    pending_together,
+    to_buckets,
+)
+from inductor_overlap.passes.plan import Bucket
+from inductor_overlap.passes.program import FreeCollective, Program, find_windows
+from inductor_overlap.passes.search import (
+    EARLY,
+    JUST_IN_TIME,
+    Order,
+    Proposal,
+    Search,
+    Trial,
+    duration_us,
+)
+
+_GATHER_LATENCIES = (4.0, 16.0, 64.0, 256.0)
+"""Gather buckets whose bytes take so many latencies."""
+_DEADLINE_SHARES = (math.inf, 0.25, 0.06)
+"""Longest gather bucket cut by deadline, as a share of all gathering."""
+_FIRST_MERGE = 16.0
+_MERGES = (0.0, 64.0, math.inf)
+"""Reduction buckets that take up to so many latencies."""
+_DEFERRED = (0.5, 1.0, 2.0, 4.0, math.inf)
+"""Deferred compute, in multiples of the longest reduction."""
+_ORDERS = (
+    JUST_IN_TIME,
+    Order("early, slower network", communication=1.15),
+    Order("early, much slower network", communication=1.3),
+)
+_CLIMBED_TASKS = 20_000
+_MOST_CLIMBS = 24
+"""Tries of the hill climb: as many as go into this number of tasks, and no more than the second."""
+
+
+def search_all(search: Search) -> None:
+    """Run every stage on ``search``."""
+    _try_buckets(search)
+    if search.program.reductions:
+        _try_merges(search)
+        _try_deferral(search)
+    _try_orders(search)
+    _climb(search)
+
+
+def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:
+    """Each named collective with its block: its path up to the first number, else its top name."""
+    keyed: list[tuple[str, FreeCollective]] = []
+    for collective in collectives:
+        name = name_of(collective)
+        if name is None:
+            continue
+        block = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+        keyed.append((block.group() if block else name.split(".")[0], collective))
+    return keyed
+
+
+def _try_buckets(search: Search) -> None:
+    program = search.coarse.program
+    search.try_orders(Proposal("single"))
+    blocks = make_buckets(repeated_blocks(program.collectives))
+    search.try_orders(Proposal("blocks", tuple(blocks)))
+    greedy = GreedyWrap().buckets(program, memory_limit_bytes=search.memory_limit_bytes)
+    search.try_orders(Proposal("greedy", tuple(greedy)))
+    for label, groups in _gather_partitions(program):
+        _try_merged(search, Proposal(label, tuple(to_buckets(groups))), _FIRST_MERGE)
+
+
+def _gather_partitions(program: Program) -> Iterator[tuple[str, list[Group]]]:
+    yield "single gathers", []
+    yield "tiny gathers together", by_latency(program, 0.0)
+    for factor in _GATHER_LATENCIES:
+        yield f"gathers of {factor:g} latencies", by_latency(program, factor)
+    all_us = sum(duration_us(program, gather) for gather in program.gathers)
+    for share in _DEADLINE_SHARES:
+        yield f"gathers by deadline, at most {share:g}", by_deadline(program, share * all_us)
+
+
+def _try_merges(search: Search) -> None:
+    for trial in search.best(2):
+        for factor in _MERGES:
+            _try_merged(search, trial.proposal, factor)
+
+
+def _try_merged(search: Search, proposal: Proposal, factor: float) -> None:
+    """Try ``proposal`` with what is pending together merged, up to ``factor`` latencies."""
+    gathers = _gather_buckets(search, proposal)
+    label = f"{_without_merge(proposal.label)}; reductions of {factor:g} latencies"
+    proposal = replace(proposal, buckets=gathers, order=EARLY)
+    if not search.program.reductions:
+        search.try_one(proposal)
+        return
+    base = search.base(proposal.deferred)
+    groups: list[Group] = []
+    if factor > 0.0:
+        bucketed = search.bucketed(proposal)
+        groups = pending_together(base, bucketed, factor, search.memory_limit_bytes)
+    numbered = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
+    search.try_one(replace(proposal, label=label, buckets=(*gathers, *numbered)))
+
+
+def _without_merge(label: str) -> str:
+    return label.partition("; reductions")[0]
+
+
+def _gather_buckets(search: Search, proposal: Proposal) -> tuple[Bucket, ...]:
+    names = search.program.by_name
+    return tuple(b for b in proposal.buckets if names[b.members[0]].is_gather)
+
+
+def _try_deferral(search: Search) -> None:
+    gradients = weight_gradients(search.coarse.program)
+    if not gradients:
+        return
+    longest_us = max(duration_us(search.program, r) for r in search.program.reductions)
+    for trial in search.best(2):
+        for amount in _DEFERRED:
+            for pick in (latest, cheapest):
+                deferred = tuple(pick(gradients, amount * longest_us))
+                _try_deferred(search, trial.proposal, deferred)
+    for trial in search.best(1):
+        for factor in (_FIRST_MERGE, *_MERGES):
+            _try_merged(search, trial.proposal, factor)
+
+
+def _try_deferred(search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]) -> None:
+    if deferred:
+        label = f"{_without_merge(proposal.label)}, {len(deferred)} gradients deferred"
+        _try_merged(search, replace(proposal, label=label, deferred=deferred), _FIRST_MERGE)
+
+
+def _try_orders(search: Search) -> None:
+    for trial in search.best(2):
+        for order in _ORDERS:
+            search.try_one(replace(trial.proposal, order=order))
+
+
+def _climb(search: Search) -> None:
+    """Move boundaries of gather buckets, at the longest stall first, while that pays."""
+    for best in search.best(1):
+        left = min(_MOST_CLIMBS, _CLIMBED_TASKS // max(1, len(best.schedule.tasks)))
+        while left > 0:
+            tried = _first_better(search, best, left)
+            left -= tried
+            if search.best(1)[0] is best:
+                return
+            best = search.best(1)[0]
+
+
+def _first_better(search: Search, best: Trial, tries: int) -> int:
+    """Try neighbours of ``best`` until one is better; returns how many were tried."""
+    gathers = _gather_buckets(search, best.proposal)
+    rest = [bucket for bucket in best.proposal.buckets if bucket not in gathers]
+    label = f"{best.proposal.label.removesuffix(', moved')}, moved"
+    tried = 0
+    for groups in islice(_neighbours(_gather_groups(search, best)), tries):
+        buckets = (*to_buckets(groups), *rest)
+        search.try_one(replace(best.proposal, label=label, buckets=buckets))
+        tried += 1
+        if search.trials[-1].merit < best.merit and search.best(1)[0] is not best:
+            break
+    return tried
+
+
+def _gather_groups(search: Search, trial: Trial) -> list[tuple[Group, float]]:
+    """Gather buckets and single gathers in order of first use, with the stall of each."""
+    program = search.program
+    use = find_windows(search.base(trial.proposal.deferred)).first_use
+    buckets = _gather_buckets(search, trial.proposal)
+    merged = {name for bucket in buckets for name in bucket.members}
+    named: list[tuple[str, list[FreeCollective]]] = [
+        (bucket.name, [program.by_name[name] for name in bucket.members]) for bucket in buckets
+    ]
+    named += [(g.name, [g]) for g in program.gathers if g.can_merge and g.name not in merged]
+    for _, group in named:
+        group.sort(key=lambda gather: use[gather.name])
+    named.sort(key=lambda pair: use[pair[1][0].name])
+    stalls = trial.timeline.exposed_by
+    return [(group, stalls.get(name, 0.0)) for name, group in named]
+
+
+def _neighbours(stalled: Sequence[tuple[Group, float]]) -> Iterator[list[Group]]:
+    """Partitions that differ in one boundary, next to the groups that stall compute longest."""
+    groups = [group for group, _ in stalled]
+    for index in sorted(range(len(groups)), key=lambda i: (-stalled[i][1], i)):
+        group = groups[index]
+        for cut in dict.fromkeys((1, len(group) // 2, len(group) - 1)):
+            if 0 < cut < len(group):
+                yield [*groups[:index], group[:cut], group[cut:], *groups[index + 1 :]]
+        for first in (index - 1, index):
+            yield from _across(groups, first)
+
+
+def _across(groups: Sequence[Group], first: int) -> Iterator[list[Group]]:
+    """The boundary behind group ``first`` removed, or moved by one member."""
+    if not 0 <= first < len(groups) - 1:
+        return
+    left, right = list(groups[first]), list(groups[first + 1])
+    if left[0].bucket_key != right[0].bucket_key:
+        return
+    for cut in dict.fromkeys((0, len(left) - 1, len(left) + 1)):
+        joined = [*left, *right]
+        parts = [part for part in (joined[:cut], joined[cut:]) if part]
+        if cut != len(left):
+            yield [*groups[:first], *parts, *groups[first + 2 :]]
