@@ -2,7 +2,7 @@
 
 A parameter's gather carries the dtype it was cast to before, its reduction the dtype the gradient
 was cast to; both stand in the graph, whatever front end made it. Collectives that serve no known
-parameter, and those on the critical path (tensor parallel activations), are left out.
+parameter (those of tensor parallel activations, say) are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def wire_dtypes(collectives: Iterable[Collective]) -> WireDtypes:
     """The dtype of every named parameter's collectives, in graph order."""
     found: dict[str, dict[str, str]] = {}
     for collective in collectives:
-        if collective.fqn is not None and collective.free:
+        if collective.fqn is not None:
             dtype = str(collective.dtype).removeprefix("torch.")
             found.setdefault(collective.kind, {})[collective.fqn] = dtype
     return found

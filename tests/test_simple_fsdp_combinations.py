@@ -181,7 +181,7 @@ COMBINATIONS = (
         train=train_parts_of_a_sequence,
     ),
     Combination(
-        "fully_shard in each of two pipeline stages, GPipe",
+        "fully_shard in each of two pipeline stages, GPipe with one reduction",
         {"pp": 2, "dp": 2},
         Chain,
         shard_stage,

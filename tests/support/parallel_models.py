@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from inductor_overlap.simple_fsdp import simple_fsdp
+from inductor_overlap.simple_fsdp import accumulate_gradients, simple_fsdp
 from support.sharded_training import VOCAB_SIZE, Call, Run, average_over, batch, full
 from support.token_models import DIM, Feed, TokenModel
 
@@ -154,10 +154,13 @@ class Chain(nn.Module):
 
 
 def train_stage(model: nn.Module, call: nn.Module, mesh: DeviceMesh, num_steps: int) -> Run:
-    """Ten steps of GPipe with two micro-batches; stages over "pp", batches over "dp"."""
+    """Steps of GPipe with two micro-batches; stages over "pp", batches over "dp".
+
+    Gradients of the micro-batches are added up on each rank and reduced once.
+    """
     index, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     stage = PipelineStage(call, index, 2, torch.device("cpu"), group=group)
-    schedule = ScheduleGPipe(stage, 2, loss_fn=_next_token_loss)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=_share_of_loss, scale_grads=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
@@ -165,11 +168,12 @@ def train_stage(model: nn.Module, call: nn.Module, mesh: DeviceMesh, num_steps: 
         optimizer.zero_grad()
         tokens = batch(step, mesh["dp"].get_local_rank())
         found: list[Tensor] = []
-        if index == 0:
-            schedule.step(tokens[:, :-1])
-        else:
-            schedule.step(target=tokens[:, 1:], losses=found)
-        loss = torch.stack(found).mean().detach() if found else torch.zeros(())
+        with accumulate_gradients(model):
+            if index == 0:
+                schedule.step(tokens[:, :-1])
+            else:
+                schedule.step(target=tokens[:, 1:], losses=found)
+        loss = torch.stack(found).sum().detach() if found else torch.zeros(())
         dist.broadcast(loss, group=group, group_src=1)
         losses.append(average_over(mesh["dp"], loss))
         gradients = {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
@@ -177,5 +181,5 @@ def train_stage(model: nn.Module, call: nn.Module, mesh: DeviceMesh, num_steps: 
     return Run(losses, gradients, {n: full(p) for n, p in model.named_parameters()})
 
 
-def _next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def _share_of_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 2
