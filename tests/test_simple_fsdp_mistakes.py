@@ -103,6 +103,17 @@ def test_parameters_without_a_shape(mesh: DeviceMesh) -> None:
     refused(message, nn.Sequential(nn.LazyLinear(3)), mesh)
 
 
+def test_scripted_modules(mesh: DeviceMesh) -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    message = r"module '0' \(.*\) is a scripted module, .*; shard the module it was made from"
+    refused(message, nn.Sequential(scripted), mesh)
+
+
+def test_sparse_gradients(mesh: DeviceMesh) -> None:
+    message = r"module '0' \(Embedding\) has sparse gradients, .*: expected sparse=False"
+    refused(message, nn.Sequential(nn.Embedding(4, 2, sparse=True)), mesh)
+
+
 def test_plain_references_that_cannot_follow(mesh: DeviceMesh) -> None:
     mixed, foreign, alone = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     vars(mixed)["cache"] = [mixed.weight, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,7 @@ def check_model(model: nn.Module, mesh: DeviceMesh, mode: str, shard_dim: int) -
     sharded = _parameters_sharded_elsewhere(model, mesh)
     parameters: list[nn.Parameter] = []
     for path, module in unsharded_modules(model):
+        _check_reads(path, module)
         _check_mirrors(path, module)
         for name, parameter in own_parameters(module).items():
             if parameter is None:
@@ -82,6 +84,21 @@ def _parameters_sharded_elsewhere(model: nn.Module, mesh: DeviceMesh) -> dict[nn
         own = own_parameters(module).items()
         found.update({p: f"{path}.{name}" for name, p in own if p is not None})
     return found
+
+
+def _check_reads(path: str, module: nn.Module) -> None:
+    """Refuses modules whose parameters are read, or whose gradients come, in ways of their own."""
+    where = f"module {path!r} ({type(module).__name__})"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{where} is a scripted module, whose code reads its parameters itself: expected a "
+            "Python module; shard the module it was made from, and use torch.compile"
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise ValueError(
+            f"{where} has sparse gradients, which cannot be reduced into shards: expected "
+            "sparse=False"
+        )
 
 
 def _check_mirrors(path: str, module: nn.Module) -> None:
