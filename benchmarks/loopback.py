@@ -194,6 +194,7 @@ def _spec(arguments: argparse.Namespace, rate_mbit: int, allocator: Path, folder
         address=LoopbackNetwork.address(0),
         port=_PORT,
         rate_mbit=rate_mbit,
+        compiles=arguments.compiles if rate_mbit == arguments.rates[0] else 1,
         rounds=arguments.rounds,
         steps=arguments.steps,
         contenders=tuple(arguments.contenders),
@@ -215,10 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     rates = [100, 200, 400, 800, 1600, 0]
     add("--rates", type=_rate, nargs="+", default=rates, help="Mbit/s each way; 0: no limit")
     add("--ranks", type=_ranks_count, default=2, help="gloo ranks, each on a core if there are any")
+    compiles = "compiles at the first rate: the first fills the C++ cache, the others are timed"
+    add("--compiles", type=_count, default=2, help=compiles)
     add("--rounds", type=_count, default=5, help="rounds of all contenders in turn")
     add("--steps", type=_count, default=1, help="timed steps of a contender in a round")
-    add("--contenders", choices=CONTENDERS, nargs="+", default=list(CONTENDERS), metavar="NAME",
-        help=f"of {', '.join(CONTENDERS)}")  # fmt: skip
+    names = list(CONTENDERS)
+    add("--contenders", choices=names, nargs="+", default=names, metavar="NAME", help="who runs")
     add("--dim", type=_width, default=512, help="width of the model, a multiple of 16")
     add("--layers", type=_count, default=4, help="blocks of the model")
     add("--batch", type=_count, default=4, help="sequences of a rank and step")

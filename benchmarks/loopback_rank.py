@@ -98,9 +98,11 @@ class _Rank:
         mesh = init_device_mesh("cpu", (self.spec.num_ranks,))
         self.tell("calibrates")
         setup = Setup(self.config, mesh, self.calibrated())
-        for name in self.entries:
-            self.tell(f"compiles {name}")
-            self.attempt(name, lambda entry, name=name: self.first_step(entry, name, setup))
+        for turn in range(self.spec.compiles):
+            self.discard_all()
+            for name in self.entries:
+                self.tell(f"compiles {name}, {turn + 1} of {self.spec.compiles}")
+                self.attempt(name, lambda entry, name=name: self.first_step(entry, name, setup))
         self.tell("compiles the floor")
         alone = compute_alone(setup)
         step(alone, self.tokens(0))
@@ -145,6 +147,13 @@ class _Rank:
             entry.contender = None
             self.tell(f"{name} failed:\n{entry.trained.error}")
 
+    def discard_all(self) -> None:
+        """Forgets every contender and what was compiled for it."""
+        for entry in self.entries.values():
+            entry.contender = None
+            entry.trained.losses.clear()
+        torch._dynamo.reset()
+
     def first_step(self, entry: _Entry, name: str, setup: Setup) -> None:
         """Builds and compiles; a second step, untimed, brings memory into its steady state."""
         before_bytes = self.live_bytes()
@@ -152,7 +161,7 @@ class _Rank:
         dist.barrier()
         begin_s = time.perf_counter()
         self.train(entry)
-        entry.trained.first_step_s = time.perf_counter() - begin_s
+        entry.trained.first_steps_s.append(time.perf_counter() - begin_s)
         contender.collect_reports()
         if contender.reports:
             entry.trained.prediction = predict(contender.reports)

@@ -21,6 +21,7 @@ class RankSpec:
     Attributes:
         address, port: where rank 0 keeps the store in which ranks meet.
         rate_mbit: the limit of the network, for the record; 0 is none.
+        compiles: how often every contender is built and compiled; the first fills the C++ cache.
         rounds, steps: rounds of all contenders in turn; timed steps of each in a round.
         batch, seq: sequences of a rank and step, and tokens of a sequence.
         dim, layers: of the Llama 3.
@@ -33,6 +34,7 @@ class RankSpec:
     address: str
     port: int
     rate_mbit: int
+    compiles: int
     rounds: int
     steps: int
     contenders: tuple[str, ...]
@@ -70,7 +72,7 @@ class Trained:
 
     Attributes:
         error: why it did not run; empty if it did.
-        first_step_s: its first step, which compiles.
+        first_steps_s: its first step, which compiles, of every time it was built.
         steps_s: forward, backward and optimizer of every timed step.
         losses: of every step, the first included.
         peak_bytes: parameters, gradients and optimizer state that it keeps, plus the most that any
@@ -80,7 +82,7 @@ class Trained:
     """
 
     error: str = ""
-    first_step_s: float = 0.0
+    first_steps_s: list[float] = field(default_factory=list[float])
     steps_s: list[tuple[float, float, float]] = field(
         default_factory=list[tuple[float, float, float]]
     )
@@ -125,12 +127,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender at one rate, over all ranks; times in s."""
+    """One contender at one rate, over all ranks; times in s.
+
+    ``first_step_s`` is the median of its first steps that found their C++ code in the cache; None
+    if it was built once only.
+    """
 
     error: str
     step: Spread | None = None
     optimizer_s: float = 0.0
-    first_step_s: float = 0.0
+    first_step_s: float | None = None
     peak_bytes: int = 0
     sent_bytes: int = 0
     losses: tuple[float, ...] = ()
@@ -226,11 +232,12 @@ def _row(ranks: Sequence[Trained]) -> Row:
     if error or not ranks[0].steps_s:
         return Row(error or "it was not measured")
     mean_losses = [statistics.fmean(each) for each in zip(*(r.losses for r in ranks), strict=True)]
+    warm_s = [max(each) for each in zip(*(r.first_steps_s[1:] for r in ranks), strict=True)]
     return Row(
         error="",
         step=spread(_slowest(ranks, sum)),
         optimizer_s=statistics.median(_slowest(ranks, lambda parts: parts[2])),
-        first_step_s=max(rank.first_step_s for rank in ranks),
+        first_step_s=statistics.median(warm_s) if warm_s else None,
         peak_bytes=max(rank.peak_bytes for rank in ranks),
         sent_bytes=max(rank.sent_bytes for rank in ranks),
         losses=tuple(mean_losses),

@@ -127,7 +127,7 @@ def _cells(row: Row, reference: Row | None) -> Iterator[str]:
     yield f"{row.peak_bytes / _MIB:.1f}"
     yield "" if reference is None else f"{100 * (row.peak_bytes / reference.peak_bytes - 1):+.1f} %"
     yield f"{row.sent_bytes / 1e6:.1f}"
-    yield f"{row.first_step_s:.1f}"
+    yield "" if row.first_step_s is None else f"{row.first_step_s:.1f}"
     yield "" if reference is None else f"{loss_difference(row.losses, reference.losses):.1e}"
 
 
