@@ -78,7 +78,7 @@ class Combination:
         part: From the plain model to what this rank keeps of it (a pipeline stage).
         train: From the sharded model, what runs it, and the whole mesh to ten steps.
         data_parallel: The dimensions of `mesh` whose ranks have batches of their own.
-        tolerance: For losses, gradients and weights, absolute.
+        tolerance: For losses, gradients and weights: absolute, relative for low precision.
     """
 
     name: str
@@ -257,7 +257,9 @@ def measure_one(combination: Combination) -> tuple[float, float, bool]:
         expected = reference.of(name for name, _ in plain.named_parameters())
         model = combination.shard(plain, mesh)
         names_stayed &= list(model.state_dict()) == names
-        deviations.append(largest(expected, train(combination, model, mesh, traced)))
+        found = train(combination, model, mesh, traced)
+        off = deviation(expected, found, relative=combination.tolerance == BF16_TOLERANCE)
+        deviations.append(max(off.loss, off.gradient, off.weight))
     return deviations[0], deviations[1], names_stayed
 
 
@@ -267,11 +269,6 @@ def train(combination: Combination, model: nn.Module, mesh: DeviceMesh, traced: 
     if combination.train is not None:
         return combination.train(model, call, mesh, NUM_STEPS)
     return train_sharded(model, call, mesh[combination.data_parallel], NUM_STEPS)
-
-
-def largest(expected: Run, got: Run) -> float:
-    found = deviation(expected, got)
-    return max(found.loss, found.gradient, found.weight)
 
 
 def num_ranks(combination: Combination) -> int:
@@ -297,7 +294,8 @@ def assert_promised(
 
 def row(combination: Combination) -> str:
     mesh = " x ".join(f"{name} {size}" for name, size in combination.mesh.items())
-    equal = f"equal to {combination.tolerance:.0e}"
+    kind = " of its size" if combination.tolerance == BF16_TOLERANCE else ""
+    equal = f"equal to {combination.tolerance:.0e}{kind}"
     return f"| {combination.name} | {mesh} | {equal} | {equal} | unchanged |\n"
 
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 from support.sharded_training import batch, full, loss_of, shard_llama_2d, tiny_llama
+from support.token_models import Uneven, token_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from inductor_overlap.models.llama3 import Llama3
 from inductor_overlap.simple_fsdp import accumulate_gradients, initializing, simple_fsdp
 
 pytestmark = pytest.mark.gloo
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def distance(model: nn.Module, other: nn.Module, pick: Callable[[Tensor], Tensor]) -> float:
@@ -154,8 +157,8 @@ def test_clipping_and_optimizer_variants_equal_one_process() -> None:
         assert norm < 1e-6 and clipped < 1e-6 and stepped < 1e-6
 
 
-def save_and_load(folder: str) -> tuple[float, float, float]:
-    """dp4 to dp2 x tp2 with AdamW's state, and the model back to dp4."""
+def save_and_load(folder: str) -> tuple[float, ...]:
+    """dp4 to dp2 x tp2 with AdamW's state, and the model back to dp4; then few rows."""
     mesh = init_device_mesh("cpu", (4,))
     mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     first = simple_fsdp(tiny_llama(), mesh)
@@ -186,10 +189,31 @@ def save_and_load(folder: str) -> tuple[float, float, float]:
         distance(first, second, value),
         distance(first, third, value),
         max((full(a["exp_avg"]) - full(b["exp_avg"])).abs().max().item() for a, b in moments),
+        save_and_load_fewer_rows_than_ranks(folder, mesh, mesh_2d),
     )
 
 
-def emptied(model: Llama3) -> Llama3:
+def save_and_load_fewer_rows_than_ranks(
+    folder: str, mesh: DeviceMesh, mesh_2d: DeviceMesh
+) -> float:
+    """5, 3 and 1 rows, from four shards to two and back."""
+    models = [token_model(Uneven) for _ in range(3)]
+    first = simple_fsdp(models[0], mesh)
+    others = [
+        simple_fsdp(emptied(models[1]), mesh_2d, mode="hybrid_shard"),
+        simple_fsdp(emptied(models[2]), mesh),
+    ]
+    source = first
+    for index, other in enumerate(others):
+        place, state = f"{folder}/few{index}", {"model": other.state_dict()}
+        save({"model": source.state_dict()}, checkpoint_id=place)
+        load(state, checkpoint_id=place)
+        other.load_state_dict(state["model"])
+        source = other
+    return max(distance(first, other, value) for other in others)
+
+
+def emptied(model: ModelT) -> ModelT:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -197,7 +221,7 @@ def emptied(model: Llama3) -> Llama3:
 
 
 def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
-    assert run_ranks(save_and_load, 4, str(tmp_path)) == [(0.0, 0.0, 0.0)] * 4
+    assert run_ranks(save_and_load, 4, str(tmp_path)) == [(0.0, 0.0, 0.0, 0.0)] * 4
 
 
 def infer() -> bool:

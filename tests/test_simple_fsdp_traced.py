@@ -18,8 +18,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.parameter_names import parameter_fqn, stamp_parameter_names
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
+from inductor_overlap.wire_dtypes import wire_dtypes
 
 C10D = torch.ops._c10d_functional
 GATHER = C10D.all_gather_into_tensor.default
@@ -98,6 +100,16 @@ class ReadTwice(nn.Module):
         return (self.second if self.tied else self.first)(self.first(x).relu())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6, bias=False)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
 @pytest.mark.parametrize(
     ("mode", "forward_counts", "backward_counts"),
     [
@@ -152,6 +164,18 @@ def test_nodes_tell_which_parameter_they_serve(mesh: DeviceMesh) -> None:
 
 def served(graph: fx.GraphModule, target: object) -> set[str | None]:
     return {parameter_fqn(node) for node in graph.graph.nodes if node.target is target}
+
+
+def test_graphs_tell_the_wire_dtype_of_every_parameter(mesh: DeviceMesh) -> None:
+    override = {"scale": MixedPrecisionPolicy()}
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, overrides=override)
+    model = simple_fsdp(Scaled(), mesh["shards"], mp_policy=policy)
+    gathered, reduced = (
+        wire_dtypes(find_collectives(graph.graph))
+        for graph in trace(model, torch.ones(2, 8, dtype=torch.bfloat16))
+    )
+    assert gathered == {"all_gather": {"linear.weight": "bfloat16", "scale": "float32"}}
+    assert reduced["reduce_scatter"] == {"linear.weight": "float32", "scale": "float32"}
 
 
 @pytest.mark.parametrize(("tied", "num_scatters"), [(False, 2), (True, 1)])

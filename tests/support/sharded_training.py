@@ -173,14 +173,21 @@ def average_over(mesh: DeviceMesh, loss: Tensor) -> float:
     return mean.item()
 
 
-def deviation(expected: Run, got: Run) -> Deviation:
-    """The largest differences; other gradients or weights than expected are an error."""
+def deviation(expected: Run, got: Run, *, relative: bool = False) -> Deviation:
+    """The largest differences; other gradients or weights than expected are an error.
+
+    Args:
+        expected: The reference.
+        got: What is compared with it.
+        relative: To each loss, and to the largest entry of each tensor.
+    """
     assert got.gradients.keys() == expected.gradients.keys()
     assert got.weights.keys() == expected.weights.keys()
+    losses = zip(expected.losses, got.losses, strict=True)
     return Deviation(
-        max(abs(a - b) for a, b in zip(expected.losses, got.losses, strict=True)),
-        _largest_difference(expected.gradients, got.gradients),
-        _largest_difference(expected.weights, got.weights),
+        max(_difference(torch.tensor(a), torch.tensor(b), relative) for a, b in losses),
+        _largest_difference(expected.gradients, got.gradients, relative),
+        _largest_difference(expected.weights, got.weights, relative),
     )
 
 
@@ -204,5 +211,12 @@ def _rank_in(mesh: DeviceMesh) -> int:
     return rank
 
 
-def _largest_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
-    return max((expected[n] - got[n]).abs().max().item() for n in expected)
+def _largest_difference(
+    expected: dict[str, Tensor], got: dict[str, Tensor], relative: bool
+) -> float:
+    return max(_difference(expected[n], got[n], relative) for n in expected)
+
+
+def _difference(expected: Tensor, got: Tensor, relative: bool) -> float:
+    largest = (expected - got).abs().max().item()
+    return largest / expected.abs().max().item() if relative else largest
