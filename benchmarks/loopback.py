@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NetworkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # Ctrl-C too: a shell starts background jobs with it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     try:

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.fx as fx
+from torch._C._distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
+)
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import overlap_scheduling
 from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
-    get_process_group_ranks,
-)
+from torch.distributed.distributed_c10d import get_process_group_ranks
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fusion import node_bytes

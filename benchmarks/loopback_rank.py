@@ -59,7 +59,9 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     memory = LiveBytes(Path(spec.allocator))
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    store = dist.TCPStore(spec.address, spec.port, spec.num_ranks, spec.rank == 0, _TIMEOUT)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        spec.address, spec.port, spec.num_ranks, spec.rank == 0, _TIMEOUT
+    )
     dist.init_process_group(
         "gloo", store=store, rank=spec.rank, world_size=spec.num_ranks, timeout=_TIMEOUT
     )
@@ -201,16 +203,16 @@ class _Rank:
         gathers, again, scatters = bucket_bytes(self.config)
         moves = [("gather", size) for size in (*gathers, *again)]
         moves += [("scatter", size) for size in scatters]
-        buffers = [_buffers(kind, size, self.spec.num_ranks) for kind, size in moves]
+        buffers = [_buffers(size, self.spec.num_ranks) for _, size in moves]
         dist.barrier()
         begin_s = time.perf_counter()
-        works = [
-            dist.all_gather_single(whole, part, async_op=True)
-            if kind == "gather"
-            else dist.reduce_scatter_single(part, whole, async_op=True)
-            for (kind, _), (whole, part) in zip(moves, buffers, strict=True)
-        ]
-        for work in works:
+        works: list[dist.Work | None] = []
+        for (kind, _), (whole, part) in zip(moves, buffers, strict=True):
+            if kind == "gather":
+                works.append(dist.all_gather_single(whole, part, async_op=True))
+            else:
+                works.append(dist.reduce_scatter_single(part, whole, async_op=True))
+        for work in filter(None, works):
             work.wait()
         return time.perf_counter() - begin_s
 
@@ -252,7 +254,8 @@ def _ends_us(report: Report) -> float:
     return sum(span.end_us - span.start_us for span in ends)
 
 
-def _buffers(kind: str, size_bytes: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+def _buffers(size_bytes: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """A whole of at least `size_bytes`, and one rank's part of it."""
     items = -(-size_bytes // (4 * num_ranks))
     return torch.ones(items * num_ranks), torch.ones(items)
 
