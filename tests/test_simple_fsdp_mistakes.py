@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from support.ranks import fake_process_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, accumulate_gradients, simple_fsdp
@@ -28,12 +30,24 @@ def mesh_2d() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def refused(message: str, module: nn.Module, mesh: DeviceMesh, **options: object) -> None:
+def refused(message: str, module: nn.Module, mesh: Any, **options: Any) -> None:
     """The call raises a `ValueError` that `message` matches, and changes nothing."""
     parameters = list(module.parameters())
     with pytest.raises(ValueError, match=message):
-        simple_fsdp(module, mesh, **options)  # pyright: ignore[reportArgumentType]
+        simple_fsdp(module, mesh, **options)
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+
+
+def test_arguments_of_another_kind(mesh: DeviceMesh) -> None:
+    linear: Any = nn.Linear(3, 8)
+    fsdp2 = Fsdp2Policy()
+    with pytest.raises(ValueError, match="expects model to be Module, got <class 'function'>"):
+        simple_fsdp(linear.forward.__func__, mesh)
+    refused("mesh to be DeviceMesh, got <class 'int'>: build one with init_device", linear, 4)
+    refused(r"got .*\.fsdp\..*: write io\.MixedPrecisionPolicy", linear, mesh, mp_policy=fsdp2)
+    policies: Any = {"norm": torch.float32}
+    with pytest.raises(ValueError, match=r"overrides\['norm'\] must be a .*, got torch.float32"):
+        MixedPrecisionPolicy(overrides=policies)
 
 
 def test_an_unknown_mode(mesh: DeviceMesh) -> None:

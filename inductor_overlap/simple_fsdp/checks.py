@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from inductor_overlap.simple_fsdp.mirrors import MirrorError, find_mirrors
+from inductor_overlap.simple_fsdp.policy import MixedPrecisionPolicy
 from inductor_overlap.simple_fsdp.sharded_module import own_parameters, read_plan
 
 # Mesh dimensions each mode needs; None: any number.
@@ -29,22 +30,38 @@ def check_model(model: nn.Module, mesh: DeviceMesh, mode: str, shard_dim: int) -
     """Raises a `ValueError` that names the first thing that does not fit; see `simple_fsdp`."""
     check_mesh(mesh, mode)
     sharded = _parameters_sharded_elsewhere(model, mesh)
-    parameters: list[nn.Parameter] = []
     for path, module in unsharded_modules(model):
         _check_reads(path, module)
         _check_mirrors(path, module)
-        for name, parameter in own_parameters(module).items():
-            if parameter is None:
-                continue
-            fqn = f"{path}.{name}" if path else name
-            if parameter in sharded:
-                raise ValueError(
-                    f"parameter {fqn!r} is tied to {sharded[parameter]!r}, whose module is sharded "
-                    "over another mesh already: shard both with one call, or untie them"
-                )
-            _check_parameter(fqn, parameter, mesh)
-            parameters.append(parameter)
-    _check_shard_dim(shard_dim, max((p.ndim for p in parameters), default=0))
+    parameters = dict(_named_parameters(model))
+    for name, parameter in parameters.items():
+        if parameter in sharded:
+            raise ValueError(
+                f"parameter {name!r} is tied to {sharded[parameter]!r}, whose module is sharded "
+                "over another mesh already: shard both with one call, or untie them"
+            )
+        _check_parameter(name, parameter, mesh)
+    _check_shard_dim(shard_dim, max((p.ndim for p in parameters.values()), default=0))
+
+
+def check_kinds(model: object, mesh: object, mp_policy: object) -> None:
+    """Raises a `ValueError` unless these are a module, a mesh, and our policy or None."""
+    for name, value, kind, remedy in (
+        ("model", model, nn.Module, "shard the module before you wrap or trace it"),
+        ("mesh", mesh, DeviceMesh, 'build one with init_device_mesh("cuda", (num_ranks,))'),
+        (
+            "mp_policy",
+            mp_policy,
+            MixedPrecisionPolicy | None,
+            "write io.MixedPrecisionPolicy(param_dtype, reduce_dtype); FSDP2's own has fields that "
+            "mean nothing here",
+        ),
+    ):
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", str(kind))
+            raise ValueError(
+                f"simple_fsdp expects {name} to be {expected}, got {type(value)}: {remedy}"
+            )
 
 
 def check_mesh(mesh: DeviceMesh, mode: str) -> None:
@@ -63,6 +80,13 @@ def unsharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of `model` and every module in it that was not sharded yet."""
     named = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     return ((path, module) for path, module in named if read_plan(module) is None)
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter of a module that was not sharded yet, under each of its names."""
+    for path, module in unsharded_modules(model):
+        own = own_parameters(module).items()
+        yield from ((f"{path}.{name}" if path else name, p) for name, p in own if p is not None)
 
 
 def _parameters_sharded_elsewhere(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, str]:

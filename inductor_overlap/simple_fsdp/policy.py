@@ -38,7 +38,8 @@ class MixedPrecisionPolicy:
             holds for what it matches, and below it; the last match counts.
 
     Raises:
-        ValueError: A dtype that is not one of float64, float32, bfloat16, float16.
+        ValueError: A dtype that is not one of float64, float32, bfloat16, float16; an override
+            that is no policy.
     """
 
     param_dtype: torch.dtype | None = None
@@ -50,6 +51,8 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         _check_dtype("param_dtype", self.param_dtype)
         _check_dtype("reduce_dtype", self.reduce_dtype)
+        for pattern, override in self.overrides.items():
+            _check_override(pattern, override)
 
     def policy_for(self, fqn: str) -> MixedPrecisionPolicy:
         """The policy of the parameter called `fqn`, overrides applied."""
@@ -79,6 +82,14 @@ class MixedPrecisionPolicy:
 def _matches(pattern: str, fqn: str) -> bool:
     parts = fqn.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _check_override(pattern: str, override: object) -> None:
+    if not isinstance(override, MixedPrecisionPolicy):
+        raise ValueError(
+            f"MixedPrecisionPolicy.overrides[{pattern!r}] must be a MixedPrecisionPolicy, got "
+            f"{override!r}: write {{{pattern!r}: MixedPrecisionPolicy(param_dtype)}}"
+        )
 
 
 def _check_dtype(name: str, dtype: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from inductor_overlap.simple_fsdp.checks import check_model, unsharded_modules
+from inductor_overlap.simple_fsdp.checks import check_kinds, check_model, unsharded_modules
 from inductor_overlap.simple_fsdp.gather import Gather, ModelParallel, Placements
 from inductor_overlap.simple_fsdp.mirrors import Mirror, find_mirrors
 from inductor_overlap.simple_fsdp.policy import MixedPrecisionPolicy
@@ -60,12 +60,14 @@ def simple_fsdp(
             Sizes that do not divide are padded on the wire only.
 
     Raises:
-        ValueError: An unknown mode, a mesh with other dimensions than the mode needs, a parameter
-            on another device than the mesh's or on a mesh that cannot be joined with it, a
-            `shard_dim` no parameter has, an override that matches nothing, a parameter without a
-            shape yet, a plain attribute with parameters that cannot follow, a parameter shared
-            with a module sharded over another mesh, or a model sharded over `mesh` before.
+        ValueError: An argument of another kind, an unknown mode, a mesh with other dimensions than
+            the mode needs, a parameter on another device than the mesh's or on a mesh that cannot
+            be joined with it, a `shard_dim` no parameter has, an override that matches nothing, a
+            parameter without a shape yet, scripted modules, sparse gradients, a plain attribute
+            with parameters that cannot follow, a parameter shared with a module sharded over
+            another mesh, or a model sharded over `mesh` before.
     """
+    check_kinds(model, mesh, mp_policy)
     policy = mp_policy or MixedPrecisionPolicy()
     check_model(model, mesh, mode, shard_dim)
     holders = _holders(model)
