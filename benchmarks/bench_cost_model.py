@@ -54,6 +54,7 @@ FAMILY_START = {
 }
 FABRIC_START = {
     "efficiency": 0.95,
+    "network_ll_share": 0.02,
     "network_base_us": 10.0,
     "network_hop_us": 4.0,
     "network_simple_us": 20.0,
@@ -91,9 +92,9 @@ def fabric_of(point: CollectivePoint) -> str | None:
     return f"{name} pcie4" if family_of(point) == "ampere" else name
 
 
-def predict(point: CollectivePoint) -> float:
-    """Predicted time (us) by the constants of the point's cluster: the shipped profiles."""
-    return point.cluster.collective_us(
+def predict(point: CollectivePoint, cluster: Cluster | None = None) -> float:
+    """Predicted time (us) on ``cluster``; None: the point's, with the shipped profiles."""
+    return (cluster or point.cluster).collective_us(
         point.kind,
         point.size_bytes,
         num_nodes=point.num_nodes,
@@ -147,7 +148,7 @@ class ProfileFit:
 
     def predict(self, point: CollectivePoint) -> float:
         cluster = _with_constants(point.cluster, self._own(point, self.constants))
-        return predict(replace(point, cluster=cluster))
+        return predict(point, cluster)
 
     def _predict_all(self, constants: Mapping[str, float]) -> list[float]:
         clusters: dict[tuple[Cluster, str, str | None], Cluster] = {}
@@ -156,7 +157,7 @@ class ProfileFit:
             key = point.cluster, family_of(point), fabric_of(point)
             if key not in clusters:
                 clusters[key] = _with_constants(point.cluster, self._own(point, constants))
-            times.append(predict(replace(point, cluster=clusters[key])))
+            times.append(predict(point, clusters[key]))
         return times
 
     def _own(self, point: CollectivePoint, constants: Mapping[str, float]) -> dict[str, float]:
@@ -164,8 +165,6 @@ class ProfileFit:
         for block in (family_of(point), fabric_of(point)):
             prefix = f"{block}|"
             own |= {k[len(prefix) :]: v for k, v in constants.items() if k.startswith(prefix)}
-        if "efficiency" in own:
-            own["pcie4_efficiency"] = own["efficiency"]
         return own
 
 

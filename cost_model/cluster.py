@@ -352,8 +352,10 @@ class Cluster:
     @cached_property
     def _profiled(self) -> dict[str, float]:
         """Constants of the device and, if there is one, of the network, by name."""
-        network = {} if self.network is None else network_constants(self.network)
-        return device_constants(self.gpu) | network
+        device = device_constants(self.gpu)
+        if self.network is None:
+            return device
+        return device | network_constants(self.network, device["pcie_generation"])
 
     @cached_property
     def constants(self) -> Mapping[str, float]:
@@ -410,5 +412,4 @@ def _node_gb_per_s(table: Mapping[str, float], ranks_per_node: int, gpus_per_nod
     if "num_nics" not in table:
         return table["local_gb_per_s"]
     nics = max(1.0, table["num_nics"] * ranks_per_node / gpus_per_node)
-    efficiency = "pcie4_efficiency" if table["pcie_generation"] < 5 else "efficiency"
-    return table[efficiency] * table["nic_gb_per_s"] * nics
+    return table["efficiency"] * table["nic_gb_per_s"] * nics

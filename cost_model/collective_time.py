@@ -17,8 +17,9 @@ speed. What each expression says, for n = N g ranks:
 A pipeline of k chunks takes ``(wire + k c) + (wire + k c) d / k`` for a cost c of each chunk in
 each of d stages; with the best k that is ``wire + d c + 2 sqrt(wire d c)``: the square root is the
 ramp to the plateau.
-The LL protocol (a flag in every word) has a cheap step and part of the bandwidth, Simple the
-reverse; the least of all algorithms and protocols is the time.
+The LL protocol (a flag in every word) has a cheap step and part of the bandwidth, inside a node and
+far less between nodes, where it sends many small messages; Simple has the reverse. The least of all
+algorithms and protocols is the time.
 
 Refused: unknown kinds, negative sizes, empty groups (``ValueError``).
 
@@ -29,7 +30,7 @@ documentation; constants: the profiles, fitted to public nccl-tests logs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -52,7 +53,8 @@ class LinkConstants(NamedTuple):
         network_simple_us: the same, Simple protocol.
         ring_step_us: what a step inside a node costs more in a ring that crosses nodes, where it
             waits for the proxies of the network (Simple protocol).
-        ll_share: bandwidth share the LL protocol keeps.
+        ll_share: bandwidth share the LL protocol keeps inside a node.
+        network_ll_share: the same between nodes.
         fill_us: fill time of the channels inside a node: the ramp to the plateau.
         network_fill_us: the same across nodes.
         local_gb_per_s: plateau of a GPU in a ring over NVLink (or PCIe, or shared memory).
@@ -76,6 +78,7 @@ class LinkConstants(NamedTuple):
     network_simple_us: float
     ring_step_us: float
     ll_share: float
+    network_ll_share: float
     fill_us: float
     network_fill_us: float
     local_gb_per_s: float
@@ -114,6 +117,12 @@ def _pipelined(stages: list[sp.Expr]) -> sp.Expr:
     return sum((stage**order for stage in stages), sp.Integer(0)) ** (1 / order)
 
 
+def _wires(stages: Mapping[str, sp.Expr]) -> tuple[sp.Expr, sp.Expr]:
+    """Time of the bytes by the LL and by the Simple protocol, of stages by their LL share."""
+    ll = _pipelined([stage / _C[share] for share, stage in stages.items()])
+    return ll, _pipelined(list(stages.values()))
+
+
 def _chunked(stages_us: sp.Expr, wire: sp.Expr, depth: sp.Expr) -> sp.Expr:
     """A chunked pipeline of ``depth`` stages; its chunks stop growing at the buffer's size."""
     limit = _C["buffer_us"] * depth
@@ -130,33 +139,34 @@ def _hops(local: sp.Expr, network: sp.Expr, simple: bool) -> sp.Expr:
 def _ring(passes: int, across_nodes: bool, several_local: bool) -> list[sp.Expr]:
     """A ring: ``passes`` is 1 for all-gather and reduce-scatter, 2 for all-reduce."""
     volume = passes * S * (_RANKS - 1) / _RANKS
-    stages: list[sp.Expr] = []
+    stages: dict[str, sp.Expr] = {}
     if several_local or not across_nodes:
-        stages.append(_us(volume, _C["local_gb_per_s"]))
+        stages["ll_share"] = _us(volume, _C["local_gb_per_s"])
     if across_nodes:
-        stages.append(_us(volume, _C["node_gb_per_s"]))
-    wire = _pipelined(stages) + _us(S / _RANKS, _C["copy_gb_per_s"])
+        stages["network_ll_share"] = _us(volume, _C["node_gb_per_s"])
+    copy = _us(S / _RANKS, _C["copy_gb_per_s"])
+    ll_wire, wire = (wire + copy for wire in _wires(stages))
     steps = passes * N * (G - 1), passes * (N - 1)
     simple_us = _hops(*steps, simple=True)
     if across_nodes:
         simple_us += steps[0] * _C["ring_step_us"]
     base = _base(across_nodes)
     return [
-        base + _hops(*steps, simple=False) + wire / _C["ll_share"],
+        base + _hops(*steps, simple=False) + ll_wire,
         base + simple_us + wire + 2 * _root(_fill(across_nodes) * wire),
     ]
 
 
 def _tree(two_nodes: bool, several_local: bool) -> list[sp.Expr]:
     """The all-reduce tree over nodes, a chain of GPUs inside each node."""
-    stages = [_us(S if two_nodes else 2 * S, _C["node_gb_per_s"])]
+    stages = {"network_ll_share": _us(S if two_nodes else 2 * S, _C["node_gb_per_s"])}
     if several_local:
-        stages.append(_us(2 * S, _C["tree_gb_per_s"]))
-    wire = _pipelined(stages)
+        stages["ll_share"] = _us(2 * S, _C["tree_gb_per_s"])
+    ll_wire, wire = _wires(stages)
     steps = 2 * (G - 1), 2 * sp.log(N, 2)
     simple_us = _hops(*steps, simple=True)
     return [
-        _base(True) + _hops(*steps, simple=False) + wire / _C["ll_share"],
+        _base(True) + _hops(*steps, simple=False) + ll_wire,
         _base(True) + _chunked(simple_us, wire, steps[1]),
     ]
 

@@ -32,7 +32,7 @@ LOCAL_CONSTANTS = (
 """Constants that a collective inside a node tells about, beside the plateau."""
 NETWORK_CONSTANTS = (
     "efficiency",
-    "pcie4_efficiency",
+    "network_ll_share",
     "network_base_us",
     "network_hop_us",
     "network_simple_us",
@@ -99,9 +99,9 @@ class CollectiveMeasurement:
 
 def plateau_constant(cluster: Cluster, *, across_nodes: bool) -> str:
     """The constant that moves the bandwidth of large collectives."""
-    if not across_nodes:
-        return "local_gb_per_s" if cluster.gpu == "cpu" else "local_efficiency"
-    return "pcie4_efficiency" if cluster.constants["pcie_generation"] < 5 else "efficiency"
+    if across_nodes:
+        return "efficiency"
+    return "local_gb_per_s" if cluster.gpu == "cpu" else "local_efficiency"
 
 
 @dataclass(frozen=True, slots=True)

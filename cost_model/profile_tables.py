@@ -72,11 +72,16 @@ def _fabric_spellings() -> dict[str, str]:
 
 
 @cache
-def network_constants(network: str) -> dict[str, float]:
-    """Constants of the network's fabric, the number of NICs of a node and the GB/s of each."""
+def network_constants(network: str, pcie_generation: float) -> dict[str, float]:
+    """Constants of the network's fabric, the number of NICs of a node and the GB/s of each.
+
+    ``pcie_generation``: of the GPUs' host links, which some fabrics depend on.
+    """
     match = _match_network(network)
     table = read_table("fabrics")[fabric_name(network)]
-    constants = {name: float(value) for name, value in table.items() if name != "also"}
+    if pcie_generation < 5:
+        table = table | table.get("pcie4", {})
+    constants = {name: float(v) for name, v in table.items() if isinstance(v, int | float)}
     own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
     if min(own.values()) <= 0:
         raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")

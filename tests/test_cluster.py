@@ -44,7 +44,7 @@ def test_node_bandwidth_follows_the_nics_in_use() -> None:
     # Two NICs for four GPUs: one GPU alone still has a whole one.
     polaris = Cluster("a100", "slingshot11-200x2", gpus_per_node=4)
     assert polaris.link_constants(1).node_gb_per_s == pytest.approx(
-        25 * polaris.constants["pcie4_efficiency"]
+        25 * polaris.constants["efficiency"]
     )
 
 

@@ -30,6 +30,7 @@ PLAIN = LinkConstants(
     network_simple_us=20,
     ring_step_us=0,
     ll_share=0.001,
+    network_ll_share=0.001,
     fill_us=0,
     network_fill_us=0,
     local_gb_per_s=100,
@@ -43,7 +44,7 @@ PLAIN = LinkConstants(
     network_message_us=7,
     node_gb_per_s=50,
     buffer_us=0,
-    overlap_order=64,
+    overlap_order=32,
 )
 MB = 10**6
 
@@ -61,9 +62,20 @@ def test_ring_all_reduce_goes_round_twice() -> None:
 
 def test_small_message_takes_the_protocol_with_the_cheap_step() -> None:
     fast_ll = PLAIN._replace(ll_share=0.5)
-    # 800 bytes: LL costs 10 + 7 steps of 1 us + twice the wire time of 7 ns + 0.5 ns.
-    assert collective_us("all_gather", 800, 1, 8, fast_ll) == pytest.approx(17 + 2 * 0.0075)
+    # 800 bytes: LL costs 10 + 7 steps of 1 us + twice the wire time of 7 ns, and a copy of 0.5 ns.
+    expected = 17 + 2 * 0.007 + 0.0005
+    assert collective_us("all_gather", 800, 1, 8, fast_ll) == pytest.approx(expected)
     assert collective_us("all_gather", 8 * MB, 1, 8, fast_ll) == pytest.approx(99)
+
+
+def test_the_cheap_protocol_keeps_less_of_the_network_than_of_nvlink() -> None:
+    ll = PLAIN._replace(ll_share=0.5, network_ll_share=0.1)
+    # 2 nodes of 4, 8000 bytes: 7 kB at a tenth of 50 GB/s = 1.4 us hides the 0.14 us inside; copy
+    # 5 ns; 6 local steps of 1 us, 1 between nodes of 5 us.
+    expected = 110 + 1.4 + 0.005 + 6 + 5
+    assert collective_us("all_gather", 8000, 2, 4, ll) == pytest.approx(expected)
+    # All-reduce by the tree: 8 kB at 5 GB/s = 1.6 us; 6 local steps, 2 between nodes.
+    assert collective_us("all_reduce", 8000, 2, 4, ll) == pytest.approx(110 + 1.6 + 6 + 10)
 
 
 def test_ring_across_nodes_runs_at_the_slower_of_nic_and_nvlink() -> None:
