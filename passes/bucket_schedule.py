@@ -8,7 +8,7 @@ front of a member becomes part of the packing kernel: its task stays, without ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_overlap.cost_model.schedule import Buffer, Task
@@ -176,7 +176,7 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
     absorbed = frozenset[str]().union(*(part.absorbed for part in parts))
     unwritten = {name for task in absorbed for name in program.schedule.by_name[task].writes}
     kept = [
-        replace(task, duration_us=0.0, writes=()) if task.name in absorbed else task
+        _absorbed(task, unwritten) if task.name in absorbed else _unread(task, unwritten)
         for task in program.schedule.tasks
         if task.name not in gone and task.name not in merged_waits
     ]
@@ -197,6 +197,18 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
         weight_gradients={},
     )
     return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
+
+
+def _absorbed(task: Task, unwritten: Collection[str]) -> Task:
+    """``task`` done by a packing kernel: it takes no time and writes nothing."""
+    return replace(_unread(task, unwritten), duration_us=0.0, writes=())
+
+
+def _unread(task: Task, unwritten: Collection[str]) -> Task:
+    """``task`` without reads of buffers that do not exist: views of what was absorbed."""
+    if not any(name in unwritten for name in task.reads):
+        return task
+    return replace(task, reads=tuple(name for name in task.reads if name not in unwritten))
 
 
 def _renamed(task: Task, buffers: dict[str, str], starts: dict[str, str]) -> Task:

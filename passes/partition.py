@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from inductor_overlap.passes.list_schedule import reductions_together
@@ -28,8 +29,10 @@ Group = Sequence[FreeCollective]
 
 _TINY = 0.25
 """A gather is tiny if its bytes take less than this share of a latency."""
-_LONGEST_GROUP = 64
+_LONGEST_GROUP = 32
 """Members of one bucket that `by_deadline` considers at most."""
+_MOST_STATES = 8
+"""Ways to have merged the first gathers that `by_deadline` goes on from."""
 
 
 def to_buckets(groups: Iterable[Group]) -> list[Bucket]:
@@ -115,13 +118,16 @@ def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> lis
     return _groups_of(gathers, last)
 
 
-def _best_states(states: Iterable[_State]) -> list[_State]:
-    """Those that no other beats both on the link and in compute."""
+def _best_states(states: list[_State]) -> list[_State]:
+    """Those that no other beats both on the link and in compute; of many, some of each kind."""
     best: list[_State] = []
-    for state in sorted(states, key=lambda state: (state.link_us, state.delay_us)):
+    for state in sorted(states, key=itemgetter(0, 1)):
         if not best or state.delay_us < best[-1].delay_us:
             best.append(state)
-    return best
+    if len(best) <= _MOST_STATES:
+        return best
+    last = len(best) - 1
+    return [best[last * kept // (_MOST_STATES - 1)] for kept in range(_MOST_STATES)]
 
 
 def _groups_of(gathers: Group, last: _State) -> list[Group]:

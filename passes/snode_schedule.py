@@ -165,9 +165,24 @@ class _Reader:
         return Task(name, "start", duration_us=duration_us, queue=queue, **common)
 
     def _compute_us(self, snode: BaseSchedulerNode) -> float:
-        if snode.is_extern() or snode.is_template():
-            return sum(self.prices.compute_us(node) for node in _origins(snode))
+        kernels = [part for part in snode.get_nodes() if part.is_extern() or part.is_template()]
+        if kernels:
+            return sum(self._kernel_us(part) for part in kernels)
         return self.prices.copy_us(int(snode.get_read_write_buffers_sizes()) // 2)
+
+    def _kernel_us(self, snode: BaseSchedulerNode) -> float:
+        """Time of one library or template kernel, by the FX node it was lowered from.
+
+        The origins are more than that: nodes whose results it reads without storing them, and for
+        each output of a kernel with several, the whole kernel again.
+        """
+        from torch._inductor.ir import MultiOutput
+
+        if snode.node is None or isinstance(snode.node, MultiOutput):
+            return 0.0
+        own = snode.node.get_origin_node()
+        nodes = snode.node.get_origins() if own is None else [own]
+        return max((self.prices.compute_us(node) for node in nodes), default=0.0)
 
     def _dies(self, buffer: str) -> bool:
         """True for graph inputs that a compiled backward frees: all but parameters."""

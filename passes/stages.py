@@ -47,7 +47,7 @@ from inductor_overlap.passes.search import (
 
 _GATHER_LATENCIES = (4.0, 16.0, 64.0, 256.0)
 """Gather buckets whose bytes take so many latencies."""
-_DEADLINE_SHARES = (math.inf, 0.25, 0.06)
+_DEADLINE_SHARES = (math.inf, 0.06)
 """Longest gather bucket cut by deadline, as a share of all gathering."""
 _FIRST_MERGE = 16.0
 _MERGES = (0.0, 64.0, math.inf)

@@ -198,3 +198,12 @@ def test_ranks_generate_the_same_code(cache_dir: Path, overlapped: dict[str, Any
     digests = [[report["plan"]["digest"] for report in r["reports"]] for r in (overlapped, other)]
     assert digests[0] == digests[1]
     assert other["codes"] == overlapped["codes"]
+
+
+def test_fused_kernels_cost_what_the_graph_costs(overlapped: dict[str, Any]) -> None:
+    """Both of Inductor's representations are priced alike, or one pass undoes the other's work.
+
+    They are priced from different facts: origins and buffers of kernels, nodes and fusion rules.
+    """
+    for kernel_us, report in zip(overlapped["kernel_us"], overlapped["reports"], strict=True):
+        assert kernel_us == pytest.approx(report["after"]["compute_us"], rel=0.15)

@@ -27,7 +27,10 @@ def compile_llama(
     hash_seed: int = 0,
     torch_logs: str = "",
 ) -> dict[str, Any]:
-    """Generated code (forward, backward), cache counters, reports, stderr of one fresh process."""
+    """Generated code, compute of the fused kernels (us), cache counters, reports, stderr.
+
+    Of one fresh process; code, kernels and reports are those of forward and backward.
+    """
     job = {"rank": rank, "options": options, "fx_cache": fx_cache}
     environment = {
         **os.environ,
@@ -63,8 +66,18 @@ def main(out: str, request: str) -> None:
 
     import inductor_overlap as io
     from inductor_overlap.models.llama3 import Llama3, Llama3Config
+    from inductor_overlap.cost_model.simulate import simulate
+    from inductor_overlap.passes import scheduler
     from support.ranks import fake_process_group
 
+    kernel_us: list[float] = []
+    retime = scheduler.retime
+
+    def recording_retime(program: scheduler.Program) -> scheduler.Program:
+        kernel_us.append(simulate(program.schedule).compute_us)
+        return retime(program)
+
+    scheduler.retime = recording_retime
     job = json.loads(Path(request).read_text())
     torch.set_num_threads(1)
     inductor_config.fx_graph_cache = job["fx_cache"]
@@ -90,6 +103,7 @@ def main(out: str, request: str) -> None:
             "codes": codes,
             "inductor": dict(counters["inductor"]),
             "aot_autograd": dict(counters["aot_autograd"]),
+            "kernel_us": kernel_us,
             "reports": [json.loads(report.to_json()) for report in io.reports()],
         }
     Path(out).write_text(json.dumps(result))
