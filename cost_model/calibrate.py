@@ -89,7 +89,7 @@ def _plateaus(cluster: Cluster, measured: Sequence[Measurement]) -> dict[str, fl
         sizes = [
             m
             for m in measured
-            if isinstance(m, CollectiveMeasurement) and (m.num_nodes > 1) == across_nodes
+            if isinstance(m, CollectiveMeasurement) and m.is_across_nodes(cluster) == across_nodes
         ]
         if sizes:
             largest = max(sizes, key=lambda m: (m.size_bytes, m.time_us))

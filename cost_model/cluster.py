@@ -336,6 +336,10 @@ class Cluster:
     def _links(self) -> dict[int, LinkConstants]:
         return {}
 
+    def leaves_nvlink(self, num_nodes: int, ranks_per_node: int) -> bool:
+        """Whether a group uses the network: nodes of one NVLink domain do not."""
+        return self._domains(num_nodes, ranks_per_node)[0] > 1
+
     def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
         """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
         ranks = num_nodes * ranks_per_node

@@ -97,7 +97,8 @@ class ComputeConstants:
         sustained_slowdown: how much longer a matmul takes at sustained clocks, as a share.
         attention_efficiency: share of the peak that fused attention reaches, forward.
         attention_backward_efficiency: the same, backward.
-        attention_fp8_share: share of its bf16 efficiency that fp8 attention keeps.
+        attention_fp8_share: share of its bf16 efficiency that fp8 attention keeps, forward.
+        attention_backward_fp8_share: the same, backward.
         attention_prologue: start of a block of attention, in keys, forward.
         attention_backward_prologue: the same, backward.
         attention_us: shortest time of an attention kernel, forward; twice that backward.
@@ -120,6 +121,7 @@ class ComputeConstants:
     attention_efficiency: float
     attention_backward_efficiency: float
     attention_fp8_share: float
+    attention_backward_fp8_share: float
     attention_prologue: float
     attention_backward_prologue: float
     attention_us: float
@@ -279,8 +281,13 @@ def attention_us(
 
 def _attention_rate(dtype: str, backward: bool, flash2: bool, constants: ComputeConstants) -> float:
     """FLOP per microsecond that one SM sustains in fused attention."""
-    share = constants.attention_backward_efficiency if backward else constants.attention_efficiency
-    share *= constants.attention_fp8_share if dtype == "fp8" else 1.0
+    if backward:
+        share = constants.attention_backward_efficiency
+        fp8_share = constants.attention_backward_fp8_share
+    else:
+        share = constants.attention_efficiency
+        fp8_share = constants.attention_fp8_share
+    share *= fp8_share if dtype == "fp8" else 1.0
     share *= constants.flash2_share if flash2 else 1.0
     return constants.sm_flop_per_us(dtype) * share
 

@@ -46,7 +46,7 @@ def calibrate_live(
         cluster: what is known of it; None: `Cluster.detect()`.
         sizes_bytes: nccl-tests sizes of the collectives to time.
         kinds: collectives to time.
-        budget_s: about how long these may take; on CPUs a quarter of it comes on top for compute.
+        budget_s: about how long these may take; on CPUs a third of it comes on top for compute.
         progress: called with what is being measured and the share of it that is done.
 
     Raises:
@@ -68,4 +68,4 @@ def calibrate_live(
     def time_of_us(kind: str, size_bytes: int) -> float:
         return fitted.collective_us(kind, size_bytes, num_nodes=where[0], ranks_per_node=where[1])
 
-    return replace(fitted, contention=measure_contention(time_of_us))
+    return replace(fitted, contention=measure_contention(time_of_us, budget_s / 8))

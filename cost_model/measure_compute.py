@@ -55,10 +55,9 @@ MIN_SAMPLES, MAX_SAMPLES = 5, 60
 BUDGET_S = 10.0
 """How long all kernels may take together."""
 CONTENTION_SAMPLES = 3
-CONTENTION_US = 0.3e6
-"""At most how long a collective is in flight beside compute."""
 MOST_CONTENTION = 20.0
 """Bound for what is measured: with it compute beside a collective practically stands still."""
+_CONTENDERS = ("all_gather", "reduce_scatter")
 _CPU = torch.device("cpu")
 
 _Case = tuple[Callable[[], object], Callable[[float], Measurement]]
@@ -165,7 +164,7 @@ def _memory_kernel(items: int, operands: int) -> _Case:
     return run, lambda time_us: MemoryMeasurement(4 * items * operands, time_us)
 
 
-def measure_contention(time_of_us: Callable[[str, int], float]) -> float:
+def measure_contention(time_of_us: Callable[[str, int], float], budget_s: float) -> float:
     """Factor by which compute is slower while a collective is in flight, on the slowest rank.
 
     A collective that takes T alone runs beside compute that takes C > T alone. If both together
@@ -174,14 +173,17 @@ def measure_contention(time_of_us: Callable[[str, int], float]) -> float:
 
     Args:
         time_of_us: time of a collective of a kind and a size (nccl-tests bytes), as measured.
+        budget_s: about how long it may take.
 
     Raises:
         ValueError: no process group of at least two ranks.
     """
     check_process_group()
+    # A sample is the collective alone, compute alone (1.5 times as long) and both together.
+    longest_us = 1e6 * budget_s / (4 * CONTENTION_SAMPLES * len(_CONTENDERS))
     factors = [
-        _contention(kind, _size_within(CONTENTION_US, kind, time_of_us))
-        for kind in ("all_gather", "reduce_scatter")
+        _contention(kind, _size_within(longest_us, kind, time_of_us))
+        for kind in _CONTENDERS
         for _ in range(CONTENTION_SAMPLES)
     ]
     return median(factors)

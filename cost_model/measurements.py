@@ -83,10 +83,15 @@ class CollectiveMeasurement:
         return "collective"
 
     def constants(self, cluster: Cluster) -> tuple[str, ...]:
-        names: tuple[str, ...] = ()
-        if self.num_nodes == 1 or self.ranks_per_node > 1:
+        across_nodes = self.is_across_nodes(cluster)
+        names = (*NETWORK_CONSTANTS,) if across_nodes else ()
+        if not across_nodes or self.ranks_per_node > 1:
             names += (plateau_constant(cluster, across_nodes=False), *LOCAL_CONSTANTS)
-        return names + NETWORK_CONSTANTS if self.num_nodes > 1 else names
+        return names
+
+    def is_across_nodes(self, cluster: Cluster) -> bool:
+        """Whether it uses the network between nodes."""
+        return cluster.leaves_nvlink(self.num_nodes, self.ranks_per_node)
 
     def predicted_us(self, cluster: Cluster) -> float:
         return cluster.collective_us(

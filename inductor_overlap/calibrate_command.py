@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
@@ -207,7 +207,12 @@ def _fit_and_write(
     origin = {"source": source, "date": date.today().isoformat()}
     write_profile(fitted, arguments.output, origin)
     counts = Counter(m.what for m in measured)
-    console.print(f"{arguments.output}: fitted to {_listed(counts)}; {_errors(fitted)}")
+    _say(console, f"{arguments.output}: fitted to {_listed(counts)}; {_errors(fitted)}")
+
+
+def _say(console: Console, text: str) -> None:
+    # Paths may have brackets, which rich would read as markup.
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _listed(counts: Counter[str]) -> str:
@@ -222,7 +227,7 @@ def _errors(fitted: Cluster) -> str:
 def _live(arguments: argparse.Namespace, console: Console) -> None:
     with ExitStack() as stack:
         _start_group(stack)
-        fitted = _measure(arguments, console, stack)
+        fitted = _measure(arguments, console)
         origin = [
             {
                 "source": f"measured on {dist.get_world_size()} ranks, {dist.get_backend()}, "
@@ -234,7 +239,7 @@ def _live(arguments: argparse.Namespace, console: Console) -> None:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             write_profile(fitted, arguments.output, origin[0])
         if dist.get_rank() == 0:
-            console.print(f"{arguments.output}: {_errors(fitted)}")
+            _say(console, f"{arguments.output}: {_errors(fitted)}")
         dist.barrier()
 
 
@@ -250,15 +255,14 @@ def _start_group(stack: ExitStack) -> None:
     stack.callback(dist.destroy_process_group)
 
 
-def _measure(arguments: argparse.Namespace, console: Console, stack: ExitStack) -> Cluster:
+def _measure(arguments: argparse.Namespace, console: Console) -> Cluster:
     known = _instead(arguments, Cluster.detect())
-    bar = Progress(console=console, disable=dist.get_rank() != 0)
-    stack.enter_context(bar)
-    tasks: dict[str, Any] = {}
+    with Progress(console=console, disable=dist.get_rank() != 0) as bar:
+        tasks: dict[str, TaskID] = {}
 
-    def show(what: str, share: float) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=1.0)
-        bar.update(tasks[what], completed=share)
+        def show(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=1.0)
+            bar.update(tasks[what], completed=share)
 
-    return calibrate_live(known, budget_s=arguments.budget, progress=show)
+        return calibrate_live(known, budget_s=arguments.budget, progress=show)

@@ -76,10 +76,21 @@ def test_networks_are_spelled_like_the_public_logs() -> None:
         "efa-100x32": "efa",
         "slingshot11-200x4": "slingshot11",
         "gcp-tcpxo-200x8": "gcp-tcpxo",
-        "eth-100-tcp": None,
+        "tcpxo-200x8": "gcp-tcpxo",
+        "tcpx-200x4": "gcp-tcpx",
+        "slingshot-11-200x4": "slingshot11",
+        "slingshot11-200x1": "slingshot11",
+        "ib-hdr-200x8": "ib-hdr",
+        "ib-xdr-800x8": "ib-xdr",
+        "eth-100x1": "eth",
+        "pcie-512x1": "pcie",
+        "none": None,
+        "ib-ndr-400x8.5": "",
+        "ib-ndr-400x8 GPUs": "",
+        "eth-100-tcp": "",
     }
     for network, fabric in spellings.items():
-        if fabric is None:
+        if fabric == "":
             with pytest.raises(ValueError, match="is not spelled"):
                 Cluster("h100", network)
         else:
@@ -132,11 +143,47 @@ def test_pickles() -> None:
     assert copy.uuid() == H100.uuid()
 
 
+def test_some_fabrics_differ_on_pcie_4() -> None:
+    on_pcie4 = Cluster("a100", "slingshot11-200x4").constants["efficiency"]
+    assert on_pcie4 < Cluster("gh200", "slingshot11-200x4").constants["efficiency"]
+    same = [Cluster(gpu, "ib-ndr-400x8").constants["efficiency"] for gpu in ("a100", "h100")]
+    assert same[0] == same[1]
+
+
+def test_the_usual_cluster_of_a_device_is_a_preset() -> None:
+    assert Cluster.usual("b200") == Cluster.preset("b200-ib")
+    assert Cluster.usual("gb300") == Cluster.preset("gb300-nvl72")
+    assert Cluster.usual("cpu") == Cluster.preset("cpu-gloo")
+    assert Cluster.usual("l40s") == Cluster("l40s", "ib-ndr-400x8")
+    assert Cluster.usual(None) == H100
+
+
+def test_sizes_and_counts_are_checked() -> None:
+    curve = Curve("all_gather", 1, 8, (1024,), (50.0,))
+    measured = Cluster("h100", curves=(curve,))
+    for cluster in (H100, measured):
+        with pytest.raises(ValueError, match="size_bytes of all_gather must be finite and >= 0"):
+            cluster.collective_us("all_gather", -1, num_nodes=1, ranks_per_node=8)
+    with pytest.raises(ValueError, match=r"in whole numbers; got num_nodes=1.5"):
+        H100.collective_us("all_gather", 1, num_nodes=1.5, ranks_per_node=8)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"sizes of a matmul must be >= 0, got .*k=-3"):
+        H100.matmul_us(1, 2, -3)
+    with pytest.raises(ValueError, match=r"sizes of an attention must be >= 0, got .*seq_q=-5"):
+        H100.attention_us(1, 1, 1, -5, 5, 8)
+    with pytest.raises(ValueError, match="sizes of a memory kernel must be >= 0"):
+        H100.memory_us(-1)
+    assert H100.matmul_us(0, 2, 3) == H100.attention_us(1, 1, 1, 0, 5, 8) == H100.memory_us(0) == 0
+
+
 def test_devices_are_recognised_by_their_runtime_name() -> None:
     assert Cluster.gpu_named("NVIDIA H100 80GB HBM3") == "h100"
     assert Cluster.gpu_named("NVIDIA GH200 480GB") == "gh200"
     assert Cluster.gpu_named("NVIDIA GB200") == "gb200"
     assert Cluster.gpu_named("NVIDIA A100-SXM4-40GB") == "a100-40gb"
+    assert Cluster.gpu_named("NVIDIA A100-SXM-64GB") == "a100"
+    assert Cluster.gpu_named("NVIDIA H100 PCIe") == "h100-pcie"
+    # The 96 GB part has no more to its name; every other H100 has.
+    assert Cluster.gpu_named("NVIDIA H100") == "h100-96gb"
     assert Cluster.gpu_named("Quadro") is None
 
 
@@ -144,12 +191,27 @@ def test_errors_are_larger_for_small_sizes_and_across_nodes() -> None:
     def error(size: int, num_nodes: int) -> float:
         return H100.collective_error("all_gather", size, num_nodes=num_nodes, ranks_per_node=8)
 
-    assert error(2**29, 1) < error(2**23, 1) < error(2**10, 1)
+    assert error(2**29, 1) < min(error(2**23, 1), error(2**10, 1))
     assert error(2**29, 1) < error(2**29, 2) < error(2**10, 2)
     curve = Curve("all_gather", 2, 8, (1024,), (50.0,))
-    calibrated = Cluster("h100", "ib-ndr-400x8", curves=(curve,))
+    calibrated = Cluster(
+        "h100", "ib-ndr-400x8", curves=(curve,), errors=(("collective", 0.05), ("matmul", 0.1))
+    )
     found = calibrated.collective_error("all_gather", 2**10, num_nodes=2, ranks_per_node=8)
-    assert found < error(2**10, 2)
+    assert found == 0.05
+    assert calibrated.compute_error("matmul_fp8") == 0.1
+    assert calibrated.compute_error("memory") == H100.compute_error("memory")
     assert calibrated.collective_error("all_gather", 2**10, num_nodes=4, ranks_per_node=8) == error(
         2**10, 4
     )
+
+
+def test_what_was_never_measured_has_a_larger_error() -> None:
+    def error(cluster: Cluster, num_nodes: int) -> float:
+        return cluster.collective_error("all_gather", 2**29, num_nodes=num_nodes, ranks_per_node=8)
+
+    ethernet = Cluster("h100", "eth-100x1")
+    assert error(ethernet, 2) > error(H100, 2)
+    assert error(ethernet, 1) == error(H100, 1)
+    assert error(Cluster("l40s"), 1) > error(H100, 1)
+    assert Cluster("l40s").compute_error("matmul") > H100.compute_error("matmul")

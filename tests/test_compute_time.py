@@ -37,6 +37,7 @@ PLAIN = ComputeConstants(
     attention_efficiency=0.5,
     attention_backward_efficiency=0.25,
     attention_fp8_share=1,
+    attention_backward_fp8_share=1,
     attention_prologue=0,
     attention_backward_prologue=0,
     attention_us=0,

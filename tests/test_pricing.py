@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel, placement
+from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.fusion import is_virtual
 from inductor_overlap.cost_model.pricing import (
     CostModel,
@@ -340,3 +341,50 @@ def _graph_of(
             call.meta["val"] = torch.empty(result, dtype=torch.bfloat16)
     graph.output(call)
     return graph
+
+
+def test_errors_are_means_by_time_and_small_collectives_are_rough() -> None:
+    model = ClusterCostModel(H100, "h100-ib")
+    graph = trace(lambda a, b: torch.relu(a @ b), (512, 512), (512, 512))
+    times = {node.name: model.compute_us(node) for node in graph.nodes}
+    small, large = ("all_gather", 1000, range(16)), ("all_gather", 2**29, range(8))
+    errors = model.errors([small, large])
+    us = [model.collective_us(*collective) for collective in (small, large)]
+    of = [
+        H100.collective_error("all_gather", 1000, num_nodes=2, ranks_per_node=8),
+        H100.collective_error("all_gather", 2**29, num_nodes=1, ranks_per_node=8),
+    ]
+    assert errors.collectives == pytest.approx((us[0] * of[0] + us[1] * of[1]) / sum(us))
+    by_time = times["mm"] * H100.compute_error("matmul")
+    by_time += times["relu"] * H100.compute_error("memory")
+    assert errors.compute == pytest.approx(by_time / (times["mm"] + times["relu"]))
+    assert (errors.prices, errors.num_rough) == ("h100-ib", 1)
+    assert errors.assumptions == (
+        "compute is 1.19 times slower beside collectives",
+        "communicators on one link share its bandwidth",
+    )
+    assert ClusterCostModel(H100).errors([]).prices == "h100, ib-ndr-400x8"
+
+
+def test_a_calibrated_placement_is_not_rough() -> None:
+    curve = Curve("all_gather", 2, 8, (1000,), (30.0,))
+    calibrated = Cluster("h100", "ib-ndr-400x8", contention=1.0, share_links=False, curves=(curve,))
+    errors = ClusterCostModel(calibrated).errors([("all_gather", 1000, range(16))])
+    assert errors.num_rough == 0
+    assert errors.collectives == pytest.approx(0.03)
+    assert errors.assumptions == (
+        "collectives do not slow compute",
+        "communicators on one link do not share its bandwidth",
+    )
+
+
+def test_nothing_is_known_of_prices_of_ones_own() -> None:
+    errors = as_full(Constant(1.0)).errors([("all_gather", 1000, range(16))])
+    assert (errors.prices, errors.collectives, errors.compute) == ("Constant", None, None)
+
+
+def test_a_node_without_a_formula_counts_once() -> None:
+    model = ClusterCostModel(H100)
+    for _ in range(2):
+        model.collective_us("broadcast", 1000, range(8))
+    assert model.fallbacks == {"broadcast": 1}

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from support.schedules import compute, schedule, start, wait
 
+from inductor_overlap.cost_model.errors import PriceErrors
 from inductor_overlap.cost_model.lower_bound import lower_bound
 from inductor_overlap.cost_model.schedule import Buffer, Schedule
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.display import format_bytes, format_change, format_us
+from inductor_overlap.display import format_bytes, format_change, format_error, format_us
 from inductor_overlap.passes.plan import Bucket, Plan
 from inductor_overlap.report import Exposed, Report, explain_exposed
 
@@ -190,3 +191,22 @@ def test_changes_for_people() -> None:
     assert format_change(200.0, 150.0) == "-25.0 %"
     assert format_change(1e6, 1e6 - 1.0) == "same"
     assert format_change(0.0, 5.0) == format_change(1.0, 50.0) == ""
+
+
+def test_prices_are_stated_with_their_errors() -> None:
+    prices = PriceErrors("h100-ib", 0.257, 0.04, 3, ("links are shared",))
+    report = report_of(two_gathers(), two_gathers(), prices=prices)
+    lines = [line.strip() for line in str(report).splitlines()]
+    assert "prices: h100-ib, collectives +-26 %, compute +-4 %" in lines
+    assert "assumed: links are shared" in lines
+    assert (
+        "rough: 3 collectives are below 1 MB, and no calibration of this cluster covers them"
+    ) in lines
+    assert json.loads(report.to_json())["prices"]["collectives"] == 0.257
+
+
+def test_prices_of_ones_own_have_no_known_error() -> None:
+    text = str(report_of(two_gathers(), two_gathers(), prices=PriceErrors("Mine")))
+    assert "prices: Mine, collectives of unknown error, compute of unknown error" in text
+    assert "rough" not in text
+    assert format_error(0.0) == "+-0 %"

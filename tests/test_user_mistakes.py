@@ -92,6 +92,8 @@ def test_options_of_the_wrong_kind_are_refused_at_once(
         ({"overrides": (("hbm_gb_per_s", 0),)}, "is a rate and must be > 0"),
         ({"overrides": (("queue_width", 0),)}, "at least 1"),
         ({"curves": (3,)}, "Curve objects"),
+        ({"share_links": "no"}, "share_links must be True or False, got 'no'"),
+        ({"network": "ib-ndr-400x8.5"}, "is not spelled"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
