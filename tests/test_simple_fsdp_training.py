@@ -6,7 +6,7 @@ plugin, with the same FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,9 @@ class Case:
     dtype: torch.dtype | None = None
 
 
-def compare(cases: Sequence[Case]) -> list[tuple[Run, Run]]:
-    """FSDP2's run and ours for each case; several cases share the cost of starting ranks."""
-    return [compare_one(case) for case in cases]
+def compare(cases: Mapping[str, Case]) -> dict[str, tuple[Run, Run]]:
+    """FSDP2's run and ours for each case; all cases share the cost of starting ranks."""
+    return {name: compare_one(case) for name, case in cases.items()}
 
 
 def compare_one(case: Case) -> tuple[Run, Run]:
@@ -109,18 +109,42 @@ def assert_equal_runs(expected: Run, got: Run) -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ten_eager_steps_equal_fsdp2(world_size: int) -> None:
-    for runs in run_ranks(compare, world_size, [Case("SGD"), Case("AdamW")]):
-        for expected, got in runs:
+FROZEN = ("tok_embeddings", "layers.0.attention.wq")
+CASES = {
+    "SGD": Case("SGD"),
+    "AdamW": Case("AdamW"),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "frozen": Case(frozen=FROZEN),
+}
+ON_FOUR_RANKS = ("SGD", "AdamW")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, tuple[Run, Run]]]:
+    return run_ranks(compare, 2, CASES)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_ten_steps_equal_fsdp2(two_ranks: list[dict[str, tuple[Run, Run]]], name: str) -> None:
+    for runs in two_ranks:
+        assert_equal_runs(*runs[name])
+
+
+def test_ten_steps_on_four_ranks_equal_fsdp2() -> None:
+    for runs in run_ranks(compare, 4, {name: CASES[name] for name in ON_FOUR_RANKS}):
+        for expected, got in runs.values():
             assert_equal_runs(expected, got)
 
 
-def test_bf16_parameters_and_frozen_parameters_equal_fsdp2() -> None:
-    frozen = ("tok_embeddings", "layers.0.attention.wq")
-    cases = [Case(dtype=torch.bfloat16), Case(frozen=frozen)]
-    for low_precision, partly_frozen in run_ranks(compare, 2, cases):
-        assert_equal_runs(*low_precision)
-        assert {g.dtype for g in low_precision[1].gradients.values()} == {torch.float32}
-        assert_equal_runs(*partly_frozen)
-        assert not any(name.startswith(frozen) for name in partly_frozen[1].gradients)
+def test_gradients_have_the_dtype_of_the_parameters(
+    two_ranks: list[dict[str, tuple[Run, Run]]],
+) -> None:
+    for runs in two_ranks:
+        _, got = runs["bfloat16"]
+        assert {gradient.dtype for gradient in got.gradients.values()} == {torch.float32}
+
+
+def test_frozen_parameters_have_no_gradient(two_ranks: list[dict[str, tuple[Run, Run]]]) -> None:
+    for runs in two_ranks:
+        _, got = runs["frozen"]
+        assert got.gradients and not any(name.startswith(FROZEN) for name in got.gradients)
