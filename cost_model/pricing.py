@@ -1,8 +1,9 @@
 """The cost model of a graph: the cluster's, or the user's own.
 
 `CostModel` is the protocol a user can implement; `PricedCluster` is what the passes use, the same
-plus copies, the machine of the simulator, expected errors and an identity. `resolve_cost_model`
-finds the one that options mean; `as_full` completes and checks a user's model.
+plus copies, the machine of the simulator and an identity; `RatedPrices`, which reports use, know
+their errors too. `resolve_cost_model` finds the one that options mean; `as_full` completes and
+checks a user's model.
 
 A user's model that raises, or returns what is no time, is an error naming the op.
 """
@@ -72,8 +73,12 @@ class PricedCluster(Protocol):
         """Identity for the compile cache; None if there is none."""
         ...
 
+
+class RatedPrices(PricedCluster, Protocol):
+    """Prices that know how far off they are: what a report asks besides."""
+
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
-        """How far off prices are: of ``collectives``, and of all compute priced so far."""
+        """Errors to expect of ``collectives``, and of all compute priced so far."""
         ...
 
 
@@ -146,7 +151,7 @@ def _float(value: Real) -> float:
         return math.inf
 
 
-def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> PricedCluster:
+def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> RatedPrices:
     """``cost_model`` with all that the passes need.
 
     What a user's model does not answer (copies, the machine) comes from ``fallback``, by default
@@ -198,7 +203,7 @@ def resolve_cost_model(
     cluster: str | Cluster | None,
     cost_model: CostModel | None,
     device_type: str = "cuda",
-) -> PricedCluster:
+) -> RatedPrices:
     """The cost model meant by the ``cluster=`` and ``cost_model=`` of the public API.
 
     Args:

@@ -10,7 +10,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.errors import PricedCollective
-from inductor_overlap.cost_model.pricing import CostModel, PricedCluster
+from inductor_overlap.cost_model.pricing import CostModel, RatedPrices
 from inductor_overlap.cost_model.simulate import Timeline
 from inductor_overlap.cost_model.simulate import simulate as simulate_schedule
 from inductor_overlap.exposure import explain_exposed
@@ -78,7 +78,7 @@ def overlap_and_report(graph: fx.Graph, settings: Settings) -> Report:
     return _report(outcome, prices, name)
 
 
-def _report(outcome: Outcome, prices: PricedCluster, name: str) -> Report:
+def _report(outcome: Outcome, prices: RatedPrices, name: str) -> Report:
     return Report(
         before=outcome.before,
         after=outcome.after,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.pricing import CostModel, PricedCluster, resolve_cost_model
+from inductor_overlap.cost_model.pricing import CostModel, RatedPrices, resolve_cost_model
 from inductor_overlap.passes.auto_wrap import Policy, parse_wrap
 from inductor_overlap.passes.manual_wrap import WrapEntry
 
@@ -53,7 +53,7 @@ class Settings:
     def memory_limit_bytes(self) -> float | None:
         return None if self.memory_limit_gb is None else self.memory_limit_gb * GIB
 
-    def prices(self, device_type: str) -> PricedCluster:
+    def prices(self, device_type: str) -> RatedPrices:
         """A fresh cost model for graphs on ``device_type``; its fallback counter is empty."""
         return resolve_cost_model(self.cluster, self.cost_model, device_type)
 
