@@ -78,6 +78,10 @@ class EveryInit(nn.Module):
             weight.T[0] = torch.arange(5.0)
             weight.data.view(-1)[-2:] += 7
             weight.mul_(torch.arange(1.0, 4.0)).div_(weight.norm())
+            first, last = weight[0], weight.data[4]
+            first.fill_(2.0)
+            weight.add_(0.5)
+            last.mul_(first)
             self.by_hand.bias.copy_(weight.sum(1) * self.diagonal.bias)
 
 

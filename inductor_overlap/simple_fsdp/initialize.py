@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -48,15 +48,23 @@ def initializing(model: nn.Module) -> Generator[None]:
             module.__class__ = cls
 
 
+@dataclass(frozen=True)
+class _View:
+    """A parameter (or an alias of it) and its full tensor, of which there are views."""
+
+    parameter: DTensor
+    full: Tensor
+
+
 class _AsOneProcess(TorchDispatchMode):
     """Runs operations on DTensors as one process would, and keeps each rank's part of what changed.
 
-    Full tensors live as long as views of them do.
+    While there are views of a full tensor it is what is operated on; it goes with the last of them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._viewed: dict[StorageWeakRef, tuple[DTensor, tuple[int, ...]]] = {}
+        self._views: list[_View] = []
 
     def __torch_dispatch__(
         self,
@@ -68,61 +76,61 @@ class _AsOneProcess(TorchDispatchMode):
         kwargs = kwargs or {}
         target, out = args[0] if args else None, kwargs.get("out")
         if isinstance(out, DTensor):
-            return self._call_into(out, func, args, kwargs)
-        if not isinstance(target, DTensor):
-            return self._call_on_full(func, args, kwargs)
-        if target.is_meta or _works_on_shards(func, args, kwargs):
+            view = self._view_of(out)
+            full = _empty_full(out) if view is None else view.full
+            func(*tree_map(_full, args), **{**kwargs, "out": full})
+            return _keep_part(full, out)
+        if isinstance(target, DTensor):
+            return self._call_on_parameter(target, func, args, kwargs)
+        return self._call_on_plain(func, args, kwargs)
+
+    def _call_on_parameter(
+        self, target: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        view = self._view_of(target)
+        on_shards = func in _ALIASES or (view is None and _works_on_shards(func, args, kwargs))
+        if target.is_meta or on_shards:
             return func(*args, **kwargs)
-        full = _empty_full(target) if _overwrites(func) else target.full_tensor()
+        if view is not None:
+            full = view.full
+        else:
+            full = _empty_full(target) if _overwrites(func) else target.full_tensor()
         result = func(full, *tree_map(_full, args[1:]), **tree_map(_full, kwargs))
         if func._schema.is_mutable:
-            _keep_part(full, target)
-            return target
-        self._remember_views(result, full, target)
+            return _keep_part(full, target)
+        if view is None and _storage(full) in map(_storage, _tensors(result)):
+            self._views.append(_View(target, full))
         return result
 
-    def _call_into(
-        self, out: DTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> DTensor:
-        full = _empty_full(out)
-        func(*tree_map(_full, args), **{**kwargs, "out": full})
-        _keep_part(full, out)
-        return out
-
-    def _call_on_full(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_on_plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call whose first argument is a plain tensor, which may be a view of a parameter."""
         if not func._schema.is_mutable:
             return func(*tree_map(_full, args), **tree_map(_full, kwargs))
         if not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)  # a list of parameters, written one by one
         result = func(args[0], *tree_map(_full, args[1:]), **tree_map(_full, kwargs))
-        self._write_back(args[0])
+        for view in self._alive():
+            if _storage(view.full) == _storage(args[0]):
+                _keep_part(view.full, view.parameter)
         return result
 
-    def _remember_views(self, result: object, full: Tensor, target: DTensor) -> None:
-        self._viewed = {ref: t for ref, t in self._viewed.items() if not ref.expired()}
-        storage = _storage(full)
-        if storage in map(_storage, _tensors(result)):
-            self._viewed[storage] = target, full.stride()
+    def _view_of(self, parameter: DTensor) -> _View | None:
+        shard = _storage(parameter.to_local())
+        views = (v for v in self._alive() if _storage(v.parameter.to_local()) == shard)
+        return next(views, None)
 
-    def _write_back(self, written: Tensor) -> None:
-        """Keep this rank's part of the parameter that `written` is a view of, if it is one."""
-        if _storage(written) in self._viewed:
-            parameter, stride = self._viewed[_storage(written)]
-            _keep_part(written.as_strided(parameter.shape, stride, 0), parameter)
+    def _alive(self) -> list[_View]:
+        self._views = [view for view in self._views if _num_owners(view.full) > _NUM_OWNERS_ALONE]
+        return self._views
 
 
-_ON_SHARDS = (
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.zero_.default,
-)
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 def _works_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether each rank can do its part alone: other names, elementwise writes without a draw."""
-    if func in _ON_SHARDS:
+    """Whether each rank can do its part alone: elementwise writes without a draw."""
+    if func in _FILLS:
         return True
     is_elementwise = torch.Tag.pointwise in func.tags and not _draws(func)
     return is_elementwise and func._schema.is_mutable and not _tensors((args[1:], kwargs))
@@ -145,9 +153,11 @@ def _empty_full(target: DTensor) -> Tensor:
     return torch.empty(target.shape, dtype=target.dtype, device=target.to_local().device)
 
 
-def _keep_part(full: Tensor, target: DTensor) -> None:
+def _keep_part(full: Tensor, target: DTensor) -> DTensor:
+    """Writes this rank's part of `full` into `target`, and returns that."""
     with torch.no_grad():
         target.to_local().copy_(cut_like(full, target).to_local())
+    return target
 
 
 def _tensors(values: object) -> list[Tensor]:
@@ -155,5 +165,16 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
+def _storage(tensor: Tensor) -> int:
+    """Address of the memory that `tensor` lives in."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _num_owners(tensor: Tensor) -> int:
+    """How many tensors and other objects keep the memory of `tensor` alive."""
+    # There is no public count; torch/_inductor/cudagraph_trees.py uses this one.
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+
+
+_NUM_OWNERS_ALONE = _num_owners(torch.empty(0))
