@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any, cast
 
 import torch
@@ -186,7 +185,7 @@ def measure_contention(time_of_us: Callable[[str, int], float], budget_s: float)
         for kind in _CONTENDERS
         for _ in range(CONTENTION_SAMPLES)
     ]
-    return median(factors)
+    return undisturbed(factors)
 
 
 def _size_within(limit_us: float, kind: str, time_of_us: Callable[[str, int], float]) -> int:

@@ -62,7 +62,7 @@ def test_an_unknown_device_is_an_h100_and_a_warning(
     assert "no profile is for device 'Imaginary 9000'; it is priced as 'h100'" in caplog.text
 
 
-def test_a_fake_group_is_not_asked(alone: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_fake_group_are_all_as_this_one(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("LOCAL_WORLD_SIZE", "2")
     with fake_process_group(8):
         assert read_surroundings() == Surroundings(None, 8, 2)
