@@ -175,17 +175,14 @@ class Cluster:
 
     @staticmethod
     def gpu_named(device_name: str) -> str | None:
-        """The profile of the device that the CUDA runtime calls ``device_name``; None if none.
-
-        A profile whose device name is all of it comes before those that are part of it.
-        """
+        """The profile of the device that the CUDA runtime calls ``device_name``; None if none."""
         matches = [
-            (part == device_name, len(part), gpu)
+            (len(part), gpu)
             for gpu in Cluster.gpus()
             for part in read_table("gpus")[gpu]["device_names"]
             if part in device_name
         ]
-        return max(matches)[-1] if matches else None
+        return max(matches)[1] if matches else None
 
     def collective_us(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
