@@ -11,13 +11,14 @@ simulator, gaps from the lower bound, peaks from a replay of the benchmark's own
 * Llama 3 8B dimensions on clusters from 8 to 4,096 GPUs, sharded on one and on two mesh dimensions;
 * GPT-2 (tied weights), Mixtral and BERT as ``transformers`` writes them.
 
-``--quick`` runs a small part of each, ``--blocks 32`` the whole depth of 8B, ``--picture FILE`` adds
-a sweep of the gap over network speed. CPU time: about ten minutes, ``--quick`` one.
+``--quick`` runs a small part of each, ``--blocks 32`` the whole depth of 8B, ``--picture FILE``
+adds a sweep of the gap over network speed. CPU time: about ten minutes, ``--quick`` one.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,13 +33,14 @@ from link_prices import LinkPrices
 from schedule_contenders import CONTENDERS, compete, pose
 from schedule_replay import Perturbation
 from schedule_table import MANUAL, Row, perturbed_table, row_table, summary
-from traced_models import ModelCase, TracedCase, bert, fake_ranks, gpt2, llama, mixtral, trace_case
+from traced_models import ModelCase, TracedCase, bert, gpt2, llama, mixtral, trace_case
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.pricing import PricedCluster, as_full
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.robust_choice import scaled
+from inductor_overlap.planner import fake_group
 
 NUM_RANKS = 64
 NETWORKS = ((350, 40), (200, 60), (90, 60), (45, 80), (200, 1000))
@@ -89,7 +91,9 @@ def main() -> None:
     sys.setrecursionlimit(100_000)
     torch.set_num_threads(1)
     begin_s = time.process_time()
-    print(f"torch {torch.__version__}, {date.today()}, one CPU thread, no GPU; {' '.join(sys.argv)}")
+    print(
+        f"torch {torch.__version__}, {date.today()}, one CPU thread, no GPU; {' '.join(sys.argv)}"
+    )
     grid = list(_grid_rows(arguments))
     _print(summary("Llama 3, 64 ranks", grid))
     _print(perturbed_table(grid))
@@ -114,7 +118,7 @@ def _arguments() -> argparse.Namespace:
 def _grid_rows(arguments: argparse.Namespace) -> Iterator[Row]:
     quick = arguments.quick
     networks = QUICK_NETWORKS if quick else NETWORKS
-    with fake_ranks(NUM_RANKS):
+    with fake_group(NUM_RANKS):
         for batch, seq in TOKENS[-1:] if quick else TOKENS:
             for size in arguments.sizes[:1] if quick else arguments.sizes:
                 case = llama(size, 2 if quick else arguments.blocks, batch, seq)
@@ -128,10 +132,7 @@ def _cluster_rows(quick: bool) -> Iterator[Row]:
     traced: TracedCase | None = None
     case = llama("8B", 2 if quick else 4, 2, 4096)
     for item in cluster_cases()[:: 5 if quick else 1]:
-        num_ranks = 1
-        for size in item.mesh_shape:
-            num_ranks *= size
-        with fake_ranks(num_ranks):
+        with fake_group(math.prod(item.mesh_shape)):
             if traced is None or traced.mesh_shape != item.mesh_shape:
                 traced = _traced(case, item.mesh_shape)
             yield from _rows(traced, ClusterCostModel(item.cluster), item.title)
@@ -139,7 +140,7 @@ def _cluster_rows(quick: bool) -> Iterator[Row]:
 
 def _other_rows(quick: bool) -> Iterator[Row]:
     cases = (gpt2(1),) if quick else (gpt2(), mixtral(), bert())
-    with fake_ranks(NUM_RANKS):
+    with fake_group(NUM_RANKS):
         for case in cases:
             traced = _traced(case, (NUM_RANKS,))
             for network in QUICK_NETWORKS[:1] if quick else NETWORKS:
@@ -148,7 +149,7 @@ def _other_rows(quick: bool) -> Iterator[Row]:
 
 
 def _sweep_rows() -> Iterator[Row]:
-    with fake_ranks(NUM_RANKS):
+    with fake_group(NUM_RANKS):
         traced = _traced(llama("8B", 4, *TOKENS[0]), (NUM_RANKS,))
         for gb_per_s in SWEEP_GB_PER_S:
             prices = LinkPrices(gb_per_s, SWEEP_US)

@@ -83,9 +83,7 @@ def compete(contender: str, problem: Problem) -> Result:
     schedule = left.program.schedule
     schedule.validate()
     timeline = simulate(schedule)
-    return Result(
-        contender, schedule, left.collectives, timeline, replay_peak(schedule), pass_s
-    )
+    return Result(contender, schedule, left.collectives, timeline, replay_peak(schedule), pass_s)
 
 
 def _input_order(gm: fx.GraphModule, problem: Problem) -> None:
@@ -93,7 +91,8 @@ def _input_order(gm: fx.GraphModule, problem: Problem) -> None:
 
 
 def _torch_manual(gm: fx.GraphModule, problem: Problem) -> None:
-    overlap_by_module(gm, problem.prices, problem.traced.case.modules)
+    modules = [e if isinstance(e, str) else list(e) for e in problem.traced.case.modules]
+    overlap_by_module(gm, problem.prices, modules)
 
 
 def _torch_auto(gm: fx.GraphModule, problem: Problem) -> None:

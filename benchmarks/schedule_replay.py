@@ -67,7 +67,9 @@ class Perturbation:
     def applied(self, schedule: Schedule, collectives: Iterable[Collective]) -> Schedule:
         """``schedule`` of a contender with wrong costs; ``collectives`` are those of its graph."""
         factors = {c.name: self._of_collective(c) for c in collectives}
-        tasks = (self._scaled(t, factors.get(t.name) or self._factor(t.name)) for t in schedule.tasks)
+        tasks = (
+            self._scaled(t, factors.get(t.name) or self._factor(t.name)) for t in schedule.tasks
+        )
         return replace(schedule, tasks=tuple(tasks))
 
     def _of_collective(self, collective: Collective) -> float:

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
 from inductor_overlap.passes.manual_wrap import WrapEntry
@@ -53,7 +50,7 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class TracedCase:
-    """Forward and backward graph of a model, and the seconds of CPU time that tracing took."""
+    """Forward and backward graph of a model on a device mesh."""
 
     case: ModelCase
     mesh_shape: tuple[int, ...]
@@ -162,16 +159,6 @@ def trace_case(case: ModelCase, mesh_shape: tuple[int, ...]) -> TracedCase:
         return model, (torch.zeros(case.batch, case.seq, dtype=torch.long),)
 
     return TracedCase(case, mesh_shape, tuple(trace_graphs(build)))
-
-
-@contextmanager
-def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """A fake default group: collectives move no data."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

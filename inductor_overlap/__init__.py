@@ -12,6 +12,7 @@ from inductor_overlap.cost_model.simulate import Timeline
 from inductor_overlap.optimize import optimize, simulate
 from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.plan import Plan
+from inductor_overlap.planner import plan
 from inductor_overlap.plugin import disable, enable, options, reports
 from inductor_overlap.report import Report
 from inductor_overlap.simple_fsdp import (
@@ -35,6 +36,7 @@ __all__ = [
     "initializing",
     "optimize",
     "options",
+    "plan",
     "reports",
     "simple_fsdp",
     "simulate",

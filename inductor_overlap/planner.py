@@ -5,7 +5,8 @@ pass on the graphs. Nothing is allocated: parameters and activations are fake te
 any size is planned on a laptop. What Inductor does later, fusion and the re-timing of starts, is
 left out; prices come from a `Cluster` or from the user's cost model, never from this machine.
 
-`trace_graphs` is the tracing alone, for models that are sharded in another way.
+`trace_graphs` is the tracing alone, for models that are sharded in another way; `fake_group` is the
+group it needs.
 
 Refused (``ValueError``): a process group that is real or of another size, a mesh or a batch that is
 no size, a model whose output has nothing to differentiate. What was changed is put back: a group
@@ -15,7 +16,7 @@ that was made is destroyed, and only the code compiled here leaves Dynamo's cach
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -23,15 +24,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from functorch.compile import (  # pyright: ignore[reportMissingTypeStubs]
-    min_cut_rematerialization_partition,  # pyright: ignore[reportUnknownVariableType]
-)
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.fx_passes.post_grad import (
+    view_to_reshape,  # pyright: ignore[reportUnknownVariableType]
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,8 +41,7 @@ from torch.utils._pytree import tree_leaves
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, default_cluster
 from inductor_overlap.optimize import overlap_and_report
-from inductor_overlap.passes.parameter_names import stamp_parameter_names
-from inductor_overlap.passes.reshard import reshard_after_forward as reshard_parameters
+from inductor_overlap.plugin import NameParameters, ReshardParameters
 from inductor_overlap.report import Report
 from inductor_overlap.settings import Settings, Wrap
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
@@ -97,7 +97,7 @@ def plan(
         memory_limit_gb=memory_limit_gb,
         reshard_after_forward=reshard_after_forward,
     )
-    with _fake_group(math.prod(shape)):
+    with fake_group(math.prod(shape)):
         mesh = init_device_mesh("cpu", shape)
 
         def build() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -110,26 +110,26 @@ def plan(
             )
             return model, (torch.zeros(batch, seq, dtype=torch.long),)
 
-        graphs = trace_graphs(build, reshard=reshard_after_forward, train=train)
+        graphs = trace_graphs(build, settings, train=train)
         reports = [overlap_and_report(gm.graph, settings) for gm in graphs]
     return replace(reports[0], backward=reports[1]) if train else reports[0]
 
 
 def trace_graphs(
     build: Callable[[], tuple[nn.Module, tuple[Any, ...]]],
+    settings: Settings | None = None,
     *,
-    reshard: bool = True,
     train: bool = True,
 ) -> list[fx.GraphModule]:
     """Post-grad graphs of the model and inputs that ``build`` makes: forward, then backward.
 
     Dynamo and AOTAutograd run as under Inductor: its decompositions, the min-cut partitioner, our
-    pass on the joint graph. ``build`` runs under a fake tensor mode; a device mesh must have been
+    passes before it. ``build`` runs under a fake tensor mode; a device mesh must have been
     made before. The loss is the sum of all outputs that have a gradient.
 
     Args:
         build: makes the sharded model and its inputs.
-        reshard: gather parameters again in backward.
+        settings: of the passes before the post-grad pass; None: the defaults.
         train: trace the backward graph too.
 
     Raises:
@@ -140,14 +140,13 @@ def trace_graphs(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, inputs = build()
         step = _calling(model)
-        compiled = torch.compile(
-            step, backend=_capture(graphs, reshard), fullgraph=True, dynamic=False
-        )
+        backend = _capture(graphs, settings or Settings())
+        compiled = cast("Any", torch).compile(step, backend=backend, fullgraph=True, dynamic=False)
         try:
             with torch.set_grad_enabled(train):
                 outputs = compiled(*inputs)
                 if train:
-                    _sum(outputs).backward()
+                    torch.autograd.backward(_sum(outputs))
         finally:
             reset_code(step.__code__)
     return graphs
@@ -166,7 +165,7 @@ def _calling(self: nn.Module) -> Callable[..., Any]:
     return step
 
 
-def _capture(graphs: list[fx.GraphModule], reshard: bool) -> Callable[..., Any]:
+def _capture(graphs: list[fx.GraphModule], settings: Settings) -> Callable[..., Any]:
     """A Dynamo back end that runs AOTAutograd and appends its graphs to ``graphs``."""
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
@@ -176,11 +175,11 @@ def _capture(graphs: list[fx.GraphModule], reshard: bool) -> Callable[..., Any]:
         return make_boxed_func(gm.forward)
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        reshard_parameters(joint.graph, reshard=reshard)
+        ReshardParameters(settings)(joint.graph)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        stamp_parameter_names(gm.graph)
+        NameParameters(settings)(gm.graph)
         compiler = aot_autograd(
             fw_compiler=keep,
             bw_compiler=keep,
@@ -204,7 +203,7 @@ def _sum(outputs: Any) -> Tensor:
 
 
 @contextmanager
-def _fake_group(num_ranks: int) -> Iterator[None]:
+def fake_group(num_ranks: int) -> Generator[None]:
     """A fake default group of ``num_ranks``: the one that is there, else one for this block."""
     if dist.is_initialized():
         backend, size = dist.get_backend(), dist.get_world_size()

@@ -47,6 +47,7 @@ class Report:
         name: which graph this is.
         prices: where the times are from, and how far off they are expected to be.
         wire_dtypes: kind of collective -> parameter -> the dtype in which it travels.
+        backward: the report of the backward graph, where both were planned at once (`plan`).
     """
 
     before: Timeline
@@ -64,6 +65,7 @@ class Report:
     name: str = "graph"
     prices: PriceErrors | None = None
     wire_dtypes: WireDtypes = field(default_factory=dict[str, Mapping[str, str]])
+    backward: Report | None = None
 
     @property
     def gap(self) -> float:
@@ -81,12 +83,16 @@ class Report:
         )
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = "\n".join(_lines(self))
+        return lines if self.backward is None else f"{lines}\n{self.backward}"
 
     def to_json(self) -> str:
         """All figures, the plan and the reasons; spans are left to `to_perfetto`."""
+        return json.dumps(self._content(), indent=1)
+
+    def _content(self) -> dict[str, Any]:
         limit = self.memory_limit_bytes
-        content = {
+        content: dict[str, Any] = {
             "name": self.name,
             "policy_chosen": self.policy_chosen,
             "before": _figures(self.before, self.num_collectives_before),
@@ -105,7 +111,9 @@ class Report:
             "wire_dtypes": {kind: dict(found) for kind, found in self.wire_dtypes.items()},
             "plan": self.plan.to_json_dict(),
         }
-        return json.dumps(content, indent=1)
+        if self.backward is not None:
+            content["backward"] = self.backward._content()
+        return content
 
     def to_perfetto(self, path: str | PathLike[str]) -> None:
         """Write a trace that ui.perfetto.dev opens: before and after, one track per queue."""
