@@ -40,7 +40,7 @@ def look() -> Seen:
     progress: list[tuple[str, float]] = []
     fitted = calibrate_live(
         sizes_bytes=SIZES,
-        budget_s=2.0,
+        budget_s=1.0,
         progress=lambda what, share: progress.append((what, share)),
     )
     bounded = measure_collectives((4096, 2**16, 2**28), ("all_reduce",), budget_s=1e-3)
