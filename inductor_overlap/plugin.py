@@ -13,6 +13,7 @@ prices and the placement of the process groups, so that compiled graphs are cach
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
+    CustomPartitionerFn,
     CustomSchedulerPass,
     get_custom_graph_passes,
 )
@@ -35,16 +38,18 @@ from inductor_overlap.cost_model.pricing import CostModel, CostModelError
 from inductor_overlap.optimize import device_type, overlap_and_report
 from inductor_overlap.passes.auto_wrap import MemoryLimitError, NoWrap
 from inductor_overlap.passes.fx_ops import is_start
+from inductor_overlap.passes.keep_gathered import keep_gathered
 from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.parameter_names import stamp_parameter_names
 from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
 from inductor_overlap.passes.scheduler import overlap_snodes
 from inductor_overlap.report import Report
-from inductor_overlap.settings import Settings, Wrap
+from inductor_overlap.settings import Reshard, Settings, Wrap
 
 log = logging.getLogger("inductor_overlap")
 
 _SCHEDULER_HOOK = "_post_fusion_custom_pass"
+_PARTITIONER_HOOK = "custom_partitioner_fn"
 _REPORTS: list[Report] = []
 
 
@@ -58,14 +63,14 @@ def options(
     cluster: str | Cluster | None = None,
     cost_model: CostModel | None = None,
     memory_limit_gb: float | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshard = True,
 ) -> dict[str, Any]:
     """Inductor options that switch the plugin on for one compile: ``torch.compile(options=...)``.
 
     They hold for the backward graph too, which is compiled at the first backward call.
 
     Args:
-        wrap: "auto" (the best of several bucketings in the simulator), "greedy" (SimpleFSDP's
+        wrap: "auto" (the best plan of a search in the simulator), "greedy" (SimpleFSDP's
             auto-wrapping), "none" (only report), or a list of module FQN patterns such as
             ``["tok_embeddings", "layers.*", ["norm", "output"]]``: one bucket per matched module,
             one for each inner list.
@@ -73,7 +78,8 @@ def options(
         cost_model: your own `CostModel`, instead of a cluster.
         memory_limit_gb: GiB for the live bytes of a graph (activations, gathered parameters,
             gradients); None: the peak of the unscheduled graph plus 5 %.
-        reshard_after_forward: gather parameters again in backward instead of keeping them.
+        reshard_after_forward: True: gather parameters again in backward; False: keep them
+            gathered; "auto": keep those that save most time per byte, within the memory limit.
 
     Raises:
         ValueError: An argument is out of range or names nothing known.
@@ -82,13 +88,20 @@ def options(
     settings = Settings(wrap, cluster, cost_model, memory_limit_gb, reshard_after_forward)
     current = _current_config()
     scheduler = OverlapScheduler(settings, _other_scheduler_pass(current))
-    hooks: dict[str, CustomGraphPass] = {
-        "pre_grad_custom_pass": NameParameters(settings),
-        "joint_custom_post_pass": ReshardParameters(settings),
-        "post_grad_custom_post_pass": OverlapGraph(settings, scheduler),
+    passes = (
+        NameParameters(settings),
+        ReshardParameters(settings),
+        OverlapGraph(settings, scheduler),
+    )
+    result: dict[str, Any] = {
+        key: [*_others(current[key]), ours] for key, ours in zip(_GRAPH_HOOKS, passes, strict=True)
     }
-    result: dict[str, Any] = {key: [*_others(current[key]), ours] for key, ours in hooks.items()}
     result[_SCHEDULER_HOOK] = scheduler
+    partitioner = _other_partitioner(current)
+    if reshard_after_forward == "auto":
+        result[_PARTITIONER_HOOK] = KeepGathered(settings, partitioner)
+    elif partitioner is not current[_PARTITIONER_HOOK]:
+        result[_PARTITIONER_HOOK] = partitioner
     result.update({key: False for key in _COMPETING_PASSES if key in current})
     return result
 
@@ -96,12 +109,8 @@ def options(
 _COMPETING_PASSES = ("aten_distributed_optimizations.enable_simple_overlap",)
 """Passes of newer torch versions that are on by default and would move what we have placed."""
 
-_KEYS = (
-    "pre_grad_custom_pass",
-    "joint_custom_post_pass",
-    "post_grad_custom_post_pass",
-    _SCHEDULER_HOOK,
-)
+_GRAPH_HOOKS = ("pre_grad_custom_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+_KEYS = (*_GRAPH_HOOKS, _PARTITIONER_HOOK, _SCHEDULER_HOOK)
 
 _replaced: dict[str, object] = {}
 
@@ -112,7 +121,7 @@ def enable(
     cluster: str | Cluster | None = None,
     cost_model: CostModel | None = None,
     memory_limit_gb: float | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshard = True,
 ) -> None:
     """Switch the plugin on for every compile of this process; arguments as for `options`.
 
@@ -135,12 +144,14 @@ def disable() -> None:
     """Undo `enable`; hooks that others have added meanwhile stay."""
     current = _current_config()
     restored: dict[str, object] = dict(_replaced)
-    for key in _KEYS[:-1]:
+    for key in _GRAPH_HOOKS:
         others = _others(current[key])
         if len(others) < len(get_custom_graph_passes(current[key])):
             restored[key] = others or None
     if isinstance(current[_SCHEDULER_HOOK], OverlapScheduler):
         restored[_SCHEDULER_HOOK] = _other_scheduler_pass(current)
+    if isinstance(current[_PARTITIONER_HOOK], KeepGathered):
+        restored[_PARTITIONER_HOOK] = _other_partitioner(current)
     _replaced.clear()
     _set_config(restored)
 
@@ -209,10 +220,49 @@ class NameParameters(_Identified, CustomGraphPass):
 
 
 class ReshardParameters(_Identified, CustomGraphPass):
-    """Joint graph: gather parameters again in backward, or keep them."""
+    """Joint graph: gather parameters again in backward, or keep them; "auto" decides later."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        tag_gathers(graph, reshard=self.settings.reshard_after_forward)
+        tag_gathers(graph, reshard=bool(self.settings.reshard_after_forward))
+
+
+class KeepGathered(_Identified, CustomPartitionerFn):
+    """Cut the joint graph twice: first with everything resharded, to see what memory is left.
+
+    ``earlier`` is another library's partitioner; None: Inductor's own.
+    """
+
+    def __init__(self, settings: Settings, earlier: CustomPartitionerFn | None) -> None:
+        super().__init__(settings)
+        self.earlier = earlier
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        cut: Callable[..., Any] = self.earlier or min_cut_rematerialization_partition
+        if any(map(is_start, gm.graph.nodes)):
+            forward, backward = cut(copy.deepcopy(gm), joint_inputs, **kwargs)
+            kept = self._kept(forward.graph, backward.graph)
+            tagged = tag_gathers(gm.graph, reshard=True, kept=kept)
+            log.info("%d of %d gathered parameters are kept for backward", len(kept), tagged)
+        return cut(gm, joint_inputs, **kwargs)
+
+    def _kept(self, forward: fx.Graph, backward: fx.Graph) -> frozenset[str]:
+        prices = self.settings.prices(device_type(forward))
+        try:
+            return keep_gathered(forward, backward, prices, self.settings.memory_limit_bytes)
+        except _USER_MISTAKES:
+            raise
+        except Exception:
+            log.exception("choosing what stays gathered failed, please report this; nothing does")
+            return frozenset()
+
+    def uuid(self) -> str | None:
+        own = super().uuid()
+        if self.earlier is None or own is None:
+            return own
+        earlier = self.earlier.uuid()
+        return None if earlier is None else f"{own}:{earlier!r}"
 
 
 class OverlapGraph(_Identified, CustomGraphPass):
@@ -304,6 +354,11 @@ def _others(hook: Any) -> list[Any]:
 def _other_scheduler_pass(current: Mapping[str, Any]) -> Callable[[list[Any]], list[Any]] | None:
     hook = current[_SCHEDULER_HOOK]
     return hook.earlier if isinstance(hook, OverlapScheduler) else hook
+
+
+def _other_partitioner(current: Mapping[str, Any]) -> CustomPartitionerFn | None:
+    hook = current[_PARTITIONER_HOOK]
+    return hook.earlier if isinstance(hook, KeepGathered) else hook
 
 
 def _current_config() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, RatedPrices, resolve_cost_model
@@ -12,6 +13,7 @@ from inductor_overlap.passes.auto_wrap import Policy, parse_wrap
 from inductor_overlap.passes.manual_wrap import WrapEntry
 
 Wrap = str | Sequence[WrapEntry]
+Reshard = bool | Literal["auto"]
 
 GIB = 2**30
 
@@ -28,7 +30,7 @@ class Settings:
     cluster: str | Cluster | None = None
     cost_model: CostModel | None = None
     memory_limit_gb: float | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: Reshard = True
 
     def __post_init__(self) -> None:
         _ = self.policy
@@ -39,10 +41,11 @@ class Settings:
                 f"memory_limit_gb must be a positive number of GiB, or None for the unscheduled "
                 f"peak plus 5 %; got {limit!r}"
             )
-        if not isinstance(self.reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, bool) and reshard != "auto":  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(
-                f"reshard_after_forward must be True (gather again in backward) or False (keep "
-                f"parameters gathered); got {self.reshard_after_forward!r}"
+                f"reshard_after_forward must be True (gather again in backward), False (keep "
+                f'parameters gathered) or "auto" (keep what memory allows); got {reshard!r}'
             )
 
     @property

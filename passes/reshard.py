@@ -12,6 +12,8 @@ which both partitioners of ``torch/_functorch/partitioners.py`` obey.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,24 +25,36 @@ _AC_GRAPH_ID = 1_000_000
 that feeds such a region for its input and save it (``cleanup_recompute_tags``)."""
 
 
-def reshard_after_forward(graph: fx.Graph, *, reshard: bool) -> int:
+def reshard_after_forward(
+    graph: fx.Graph, *, reshard: bool, kept: Collection[str] = frozenset()
+) -> int:
     """Tag every parameter gather of a joint ``graph``; returns how many were tagged.
 
     Args:
-        graph: joint forward and backward graph; only tags change.
+        graph: joint forward and backward graph; only tags change, and tags of an earlier call.
         reshard: True: gather again in backward; False: keep gathered from forward to backward.
+        kept: graph inputs (parameters) to keep gathered all the same.
     """
     tagged = 0
     for collective in find_collectives(graph):
-        if collective.kind != "all_gather" or not collective.free:
+        parameter = gathered_parameter(collective)
+        if parameter is None:
             continue
         tagged += 1
         chain = gather_chain(collective)
-        if reshard:
+        if reshard and parameter not in kept:
             _recompute(chain)
         else:
             _save(chain)
     return tagged
+
+
+def gathered_parameter(collective: Collective) -> str | None:
+    """Name of the graph input that a free all-gather gathers; None for other collectives."""
+    if collective.kind != "all_gather" or not collective.free:
+        return None
+    first = (*collective.shared_head, *collective.head, collective.start)[0]
+    return first.all_input_nodes[0].name
 
 
 def gather_chain(collective: Collective) -> list[fx.Node]:
@@ -85,5 +99,8 @@ def _recompute(chain: list[fx.Node]) -> None:
 
 
 def _save(chain: list[fx.Node]) -> None:
+    for node in chain:
+        if node.meta.get("ac_graph_id") == _AC_GRAPH_ID:
+            del node.meta["recompute"], node.meta["ac_graph_id"]
     stored = [node for node in chain if not is_view(node)]
     stored[-1].meta["recompute"] = CheckpointPolicy.MUST_SAVE

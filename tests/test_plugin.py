@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 import inductor_overlap as io
 from inductor_overlap import plugin
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
 
 HOOKS = ("pre_grad_custom_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
 SCHEDULER_HOOK = "_post_fusion_custom_pass"
+PARTITIONER_HOOK = "custom_partitioner_fn"
 
 
 class OtherPass(CustomGraphPass):
@@ -53,7 +54,7 @@ class Identified(CostsOneMicrosecond):
 
 @pytest.fixture(autouse=True)
 def clean_config() -> Iterator[None]:
-    with inductor_config.patch(dict.fromkeys((*HOOKS, SCHEDULER_HOOK))):
+    with inductor_config.patch(dict.fromkeys((*HOOKS, SCHEDULER_HOOK, PARTITIONER_HOOK))):
         yield
         io.disable()
 
@@ -158,12 +159,38 @@ def test_every_setting_is_part_of_the_identity() -> None:
         {"cluster": io.Cluster(gpu="h100", network="ib-ndr-400x4")},
         {"memory_limit_gb": 3.0},
         {"reshard_after_forward": False},
+        {"reshard_after_forward": "auto"},
         {"cost_model": Identified()},
     ]
     identities = [identity(**variant) for variant in variants]
     assert None not in identities
     assert len(set(identities)) == len(variants)
     assert identity(wrap="auto") == identity()
+
+
+class OtherPartitioner(CustomPartitionerFn):
+    """Another library's, which is asked instead of Inductor's own."""
+
+    def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def uuid(self) -> str:
+        return "other partitioner"
+
+
+def test_keeping_parameters_gathered_needs_the_partitioner_and_chains_it() -> None:
+    other = OtherPartitioner()
+    with inductor_config.patch(custom_partitioner_fn=other):
+        assert PARTITIONER_HOOK not in io.options()
+        ours = io.options(reshard_after_forward="auto")[PARTITIONER_HOOK]
+        assert ours.earlier is other
+        for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+            assert copied.uuid() == ours.uuid() is not None
+        io.enable(reshard_after_forward="auto")
+        assert io.options()[PARTITIONER_HOOK] is not other  # a copy of it, and not ours
+        assert isinstance(io.options()[PARTITIONER_HOOK], OtherPartitioner)
+        io.disable()
+        assert isinstance(inductor_config.custom_partitioner_fn, OtherPartitioner)
 
 
 def test_a_cost_model_without_uuid_has_no_identity(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,6 +62,10 @@ class SharedGather:
         self.full: Tensor | None = None
 
 
+_Place = tuple[tuple[str, ...], str, SharedGather]
+"""Path from the scope to a module that holds a shared parameter, its name there, and its gather."""
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The live table of the parameters that `module` holds directly, read without gathering."""
     return cast("dict[str, nn.Parameter | None]", vars(module)["_parameters"])
@@ -90,12 +94,14 @@ def share_gathers(scope: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -
         shared: For each shared parameter the modules that hold it, with its name there; their
             plans have it in `shared`.
     """
-    places: list[tuple[nn.Module, str, SharedGather]] = []
+    paths: dict[nn.Module, str] = {module: path for path, module in scope.named_modules()}
+    places: list[_Place] = []
     for holders in shared:
         gather = SharedGather()
         for module, name in holders:
             vars(module).setdefault(_SHARED_GATHERS, {})[name] = gather
-        places.append((*holders[0], gather))
+        holder, name = holders[0]
+        places.append((tuple(filter(None, paths[holder].split("."))), name, gather))
     vars(scope)[_SHARED_PLACES] = places
 
 
@@ -188,16 +194,23 @@ def _cut_if_full(value: object, parameter: DTensor) -> object:
 def _forward_in_scope(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def gather_then_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        places = cast("list[tuple[nn.Module, str, SharedGather]]", vars(self)[_SHARED_PLACES])
+        places = cast("list[_Place]", vars(self)[_SHARED_PLACES])
         try:
-            for holder, name, gather in places:
-                gather.full = getattr(holder, name)
+            for path, name, gather in places:
+                gather.full = getattr(_submodule(self, path), name)
             return forward(self, *args, **kwargs)
         finally:
             for _, _, gather in places:
                 gather.full = None
 
     return gather_then_forward
+
+
+def _submodule(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    """What `get_submodule` returns, in a way that leaves its path to whoever traces the access."""
+    for step in path:
+        module = getattr(module, step)
+    return module
 
 
 def _reduce_to_ingredients(

@@ -65,8 +65,8 @@ def main(out: str, request: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import inductor_overlap as io
-    from inductor_overlap.models.llama3 import Llama3, Llama3Config
     from inductor_overlap.cost_model.simulate import simulate
+    from inductor_overlap.models.llama3 import Llama3, Llama3Config
     from inductor_overlap.passes import scheduler
     from support.ranks import fake_process_group
 
