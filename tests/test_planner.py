@@ -163,3 +163,16 @@ def test_every_output_with_a_gradient_is_in_the_loss() -> None:
     assert forward is not backward
     gradients = [g for g in backward.graph.output_node().args[0] if g is not None]
     assert len(gradients) == 4  # weight and bias of both heads
+
+
+def test_tracing_is_repeatable() -> None:
+    # Dynamo gives a function up after 8 compilations that it still remembers.
+    sizes = {
+        len(
+            trace_graphs(lambda: (nn.Linear(4, 4), (torch.zeros(1, 4),)), train=False)[
+                0
+            ].graph.nodes
+        )
+        for _ in range(torch._dynamo.config.recompile_limit + 2)
+    }
+    assert len(sizes) == 1

@@ -21,7 +21,6 @@ from support.graphs import (
     two_linear_layers,
 )
 from support.ranks import fake_process_group
-from support.traced import trace
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,6 +31,7 @@ from inductor_overlap.passes.auto_wrap import MemoryLimitError, parse_wrap
 from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.post_grad import Outcome, overlap_graph
+from inductor_overlap.planner import trace_graphs
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
 
 BLOCKS = ["tok_embeddings", "layers.*", ["norm", "output"]]
@@ -50,7 +50,7 @@ def llama() -> list[fx.GraphModule]:
             tokens = torch.zeros(1, 4096, dtype=torch.long)
             return simple_fsdp(model, mesh, mp_policy=policy), (tokens,)
 
-        return trace(build)
+        return trace_graphs(build)
 
 
 def overlap(graph: fx.Graph, wrap: Any, prices: Any, limit: float | None = None) -> Outcome:
