@@ -41,9 +41,9 @@ from torch.utils._pytree import tree_leaves
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, default_cluster
 from inductor_overlap.optimize import overlap_and_report
-from inductor_overlap.plugin import NameParameters, ReshardParameters
+from inductor_overlap.plugin import KeepGathered, NameParameters, ReshardParameters
 from inductor_overlap.report import Report
-from inductor_overlap.settings import Settings, Wrap
+from inductor_overlap.settings import Reshard, Settings, Wrap
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
 
 _MODES = {1: "fully_shard", 2: "hybrid_shard"}
@@ -60,7 +60,7 @@ def plan(
     cluster: str | Cluster | None = None,
     cost_model: CostModel | None = None,
     memory_limit_gb: float | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshard = True,
     mode: str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     shard_dim: int = 0,
@@ -72,9 +72,8 @@ def plan(
         model_fn: makes the unsharded model; its forward takes the token ids alone.
         mesh_shape: ranks, or ``(replicas, shards)`` for `hybrid_shard`.
         batch, seq: of one rank.
-        wrap, memory_limit_gb: as in `options`; the limit holds for each graph.
+        wrap, reshard_after_forward, memory_limit_gb: as in `options`; the limit is for each graph.
         cluster, cost_model: as in `options`; None: H100s on InfiniBand.
-        reshard_after_forward: gather parameters again in backward.
         mode: of `simple_fsdp`; None: ``fully_shard`` for one mesh dimension, else
             ``hybrid_shard``.
         mp_policy, shard_dim: as in `simple_fsdp`.
@@ -176,7 +175,10 @@ def _capture(graphs: list[fx.GraphModule], settings: Settings) -> Callable[..., 
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         ReshardParameters(settings)(joint.graph)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        cut: Callable[..., Any] = min_cut_rematerialization_partition
+        if settings.reshard_after_forward == "auto":
+            cut = KeepGathered(settings, None)
+        return cut(joint, *args, **kwargs)
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
         NameParameters(settings)(gm.graph)

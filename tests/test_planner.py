@@ -44,6 +44,15 @@ def test_training_is_two_reports(trained: io.Report) -> None:
         assert report.after.peak_bytes <= report.memory_limit_bytes
 
 
+def test_memory_that_is_left_keeps_parameters_gathered() -> None:
+    plenty = io.plan(
+        small_llama, 8, batch=2, seq=32, reshard_after_forward="auto", memory_limit_gb=1.0
+    )
+    # All that is gathered in backward is kept from forward: only the reductions are left.
+    assert plenty.backward is not None
+    assert plenty.backward.num_collectives_before == NUM_PARAMETERS
+
+
 def test_text_and_json_have_both_graphs(trained: io.Report) -> None:
     headings = [line for line in str(trained).splitlines() if line.startswith("inductor-overlap")]
     assert headings == ["inductor-overlap: forward", "inductor-overlap: backward"]
