@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from inductor_overlap.cost_model.schedule import Buffer, Task
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.reorder import order_on_demand
+from inductor_overlap.passes.reorder import put_on_demand
 
 
 def bucket_program(program: Program, buckets: Sequence[Bucket]) -> Program:
@@ -195,8 +195,9 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
         movable=frozenset(movable),
         merged_bytes={name: program.by_name[name].size_bytes for name in gone},
         weight_gradients={},
+        is_on_demand=False,
     )
-    return replace(merged, schedule=schedule.reordered(order_on_demand(merged)))
+    return put_on_demand(merged)
 
 
 def _absorbed(task: Task, unwritten: Collection[str]) -> Task:

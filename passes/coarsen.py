@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
-from inductor_overlap.passes.program import Program, find_windows
-from inductor_overlap.passes.reorder import order_on_demand
+from inductor_overlap.passes.program import Program
+from inductor_overlap.passes.reorder import order_on_demand, put_on_demand
 
 _NEAR_PEAK = 0.9
 """Tasks with more live bytes than this share of the peak, without overlap, stay as they are."""
@@ -40,14 +40,14 @@ def coarsen(program: Program) -> CoarseProgram:
     if not groups:
         return CoarseProgram(program, {})
     schedule = _join(program.schedule, groups)
-    coarse = replace(program, schedule=schedule)
-    ordered = coarse.with_order(order_on_demand(coarse))
+    coarse = replace(program, schedule=schedule, is_on_demand=False)
+    ordered = put_on_demand(coarse)
     parts = {group[0].name: tuple(task.name for task in group) for group in groups}
     return CoarseProgram(ordered, parts)
 
 
 def _runs(program: Program) -> Iterator[list[Task]]:
-    windows = find_windows(program)
+    windows = program.windows
     becomes_ready = set(windows.ready_at.values())
     moved = {name for names in program.weight_gradients.values() for name in names}
     moved |= {c.absorbed for c in program.collectives}

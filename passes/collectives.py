@@ -13,8 +13,8 @@ that pack and unpack them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -109,6 +109,20 @@ class Collective:
     def bucket_key(self) -> tuple[str, str, str, str]:
         """What members of one bucket share: kind, group, dtype, reduction."""
         return (self.kind, self.group_name, str(self.dtype), self.reduce_op)
+
+    def in_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Collective:
+        """The same collective in a copy of its graph, by a mapping from each node to its copy."""
+        return replace(
+            self,
+            start=copies[self.start],
+            waits=tuple(copies[node] for node in self.waits),
+            group=copies[self.group] if isinstance(self.group, fx.Node) else self.group,
+            pack=tuple(copies[node] for node in self.pack),
+            unpack=tuple(copies[node] for node in self.unpack),
+            head=tuple(copies[node] for node in self.head),
+            shared_head=tuple(copies[node] for node in self.shared_head),
+            tail=tuple(copies[node] for node in self.tail),
+        )
 
     def __repr__(self) -> str:
         what = self.fqn or self.module or "?"

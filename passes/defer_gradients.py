@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from inductor_overlap.cost_model.memory import buffer_lifetimes
 from inductor_overlap.passes.program import Program
-from inductor_overlap.passes.reorder import order_on_demand
+from inductor_overlap.passes.reorder import put_on_demand
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def defer_gradients(program: Program, gradients: list[WeightGradient]) -> Progra
     rest = set(moved)
     order = [task.name for task in program.schedule.tasks if task.name not in rest]
     changed = program.with_order([*order, *moved])
-    return changed.with_order(order_on_demand(changed))
+    return put_on_demand(changed)
 
 
 def johnson_order(gradients: list[WeightGradient]) -> list[WeightGradient]:

@@ -50,6 +50,12 @@ class GraphProgram:
     nodes: Mapping[str, tuple[fx.Node, ...]]
     """Task name -> its nodes, in graph order."""
 
+    def in_copy(self, copies: Mapping[fx.Node, fx.Node]) -> GraphProgram:
+        """The same for a copy of the graph, by a mapping from each node to its copy."""
+        collectives = tuple(collective.in_copy(copies) for collective in self.collectives)
+        nodes = {name: tuple(copies[n] for n in nodes) for name, nodes in self.nodes.items()}
+        return GraphProgram(self.program, collectives, nodes)
+
 
 def read_graph(graph: fx.Graph, prices: PricedCluster) -> GraphProgram:
     """The program of a post-grad ``graph``. Changes nothing and never raises on unknown ops."""

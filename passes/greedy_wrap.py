@@ -18,7 +18,7 @@ from itertools import accumulate
 from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program, Windows, find_windows
+from inductor_overlap.passes.program import FreeCollective, Program, Windows
 from inductor_overlap.passes.reorder import order_on_demand
 
 _TAIL_FACTOR = 5.0
@@ -67,7 +67,7 @@ class _Walk:
         self.program = program
         self.max_share = max_share
         self.limit_bytes = limit_bytes
-        self.windows: Windows = find_windows(program)
+        self.windows: Windows = program.windows
         compute = [t.duration_us if t.kind == "compute" else 0.0 for t in program.fixed]
         self.clock_us = list(accumulate(compute, initial=0.0))
         self.live_bytes = _live_at_fixed(program)

@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Task
 from inductor_overlap.passes.memory_room import MemoryRoom, start_bytes
-from inductor_overlap.passes.program import FreeCollective, Program, find_windows
+from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.reorder import Emitter, finish_order
 
 
@@ -78,7 +78,7 @@ class _ListScheduler:
         self.merged_us: dict[str, float] = {}
         self.tasks = program.schedule.by_name
         self.machine = program.schedule.machine
-        self.windows = find_windows(program)
+        self.windows = program.windows
         self.emitter = Emitter(program.schedule.tasks)
         self.clock_us = 0.0
         self.stalled_us = 0.0

@@ -1,7 +1,7 @@
 """How much memory an order leaves while it is being written: what the list scheduler asks.
 
 `LiveBytes` counts live bytes exactly, task by task, as `cost_model.memory` does for a whole order.
-`MemoryRoom` compares them with the order without overlap (`order_on_demand`): what is live beyond
+`MemoryRoom` compares them with the order without overlap (`put_on_demand`): what is live beyond
 it is *held* by early gathers and late reductions, and must fit beside all that is yet to come.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.reorder import order_on_demand
+from inductor_overlap.passes.reorder import put_on_demand
 
 
 class LiveBytes:
@@ -85,7 +85,7 @@ class MemoryRoom:
         self._reserved = [0] * len(self._most)
 
     def _replay_on_demand(self, program: Program) -> None:
-        ordered = program.schedule.reordered(order_on_demand(program))
+        ordered = put_on_demand(program).schedule
         live = LiveBytes(program.schedule)
         reducing, rest, reduced, before = 0, 0, live.now, live.now
         for task, live_bytes in zip(ordered.tasks, memory_profile(ordered), strict=True):

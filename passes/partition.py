@@ -23,7 +23,7 @@ from typing import NamedTuple
 from inductor_overlap.passes.list_schedule import reductions_together
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program, find_windows
+from inductor_overlap.passes.program import FreeCollective, Program
 
 Group = Sequence[FreeCollective]
 
@@ -93,7 +93,7 @@ def by_deadline(program: Program, longest_us: float = math.inf) -> list[Group]:
 
 
 def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> list[Group]:
-    clock_us, use = _compute_clock(program), find_windows(program).first_use
+    clock_us, use = _compute_clock(program), program.windows.first_use
     due_us = [clock_us[use[gather.name]] for gather in gathers]
     wire_us = [_wire_us(program, gather) for gather in gathers]
     latency_us = _latency_us(program, gathers)
@@ -163,7 +163,7 @@ def pending_together(
 
 def _mergeable_gathers(program: Program) -> list[Group]:
     """Gathers that may share a bucket, by first use; one list for each bucket key."""
-    use = find_windows(program).first_use
+    use = program.windows.first_use
     by_key: dict[tuple[str, ...], list[FreeCollective]] = {}
     for gather in program.gathers:
         if gather.can_merge:

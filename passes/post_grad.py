@@ -85,13 +85,12 @@ def overlap_graph(
             source.program, policy, memory_limit_bytes=limit, is_backward=is_backward(graph)
         )
         warnings = list(ranking.refused)
-        choice = _first_that_holds(graph, prices, ranking, before, limit, warnings)
-        if choice is not None:
-            moved = _carry_out(graph, choice, source)
-            final = read_graph(graph, prices)
-            after = simulate(final.program.schedule)
-            warnings += choice.notes
-            return _outcome(source, final, before, after, choice.plan, moved, limit, warnings)
+        held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
+        if held is not None:
+            moved = _carry_out(graph, held.choice, source)
+            warnings += held.choice.notes
+            plan = held.choice.plan
+            return _outcome(source, held.final, before, held.after, plan, moved, limit, warnings)
     if before.peak_bytes > limits[-1]:
         raise MemoryLimitError(
             f"the graph peaks at {before.peak_bytes} bytes, the limit is {limits[-1]:.0f}, and "
@@ -121,24 +120,35 @@ def _limits(before: Timeline, memory_limit_bytes: float | None) -> tuple[float, 
     return (before.peak_bytes, before.peak_bytes * DEFAULT_HEADROOM)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A plan that has been rehearsed, and what it made of the copy."""
+
+    choice: Choice
+    final: GraphProgram
+    after: Timeline
+
+
 def _first_that_holds(
     graph: fx.Graph,
+    source: GraphProgram,
     prices: PricedCluster,
     ranking: Ranking,
     before: Timeline,
     limit_bytes: float,
     warnings: list[str],
-) -> Choice | None:
+) -> _Held | None:
     """The best plan that keeps its promise when carried out on a copy of the graph."""
     for choice in ranking.choices:
         if choice.plan.policy == INPUT_ORDER:
             return None
-        rehearsal = _copy(graph)
-        _carry_out(rehearsal, choice, read_graph(rehearsal, prices))
-        result = simulate(read_graph(rehearsal, prices).program.schedule)
-        reason = _why_refused(result, before, limit_bytes)
+        rehearsal, copies = _copy(graph)
+        _carry_out(rehearsal, choice, source.in_copy(copies))
+        final = read_graph(rehearsal, prices)
+        after = simulate(final.program.schedule)
+        reason = _why_refused(after, before, limit_bytes)
         if not reason:
-            return choice
+            return _Held(choice, final, after)
         warnings.append(f"plan {choice.plan.policy!r} refused: {reason}")
     return None
 
@@ -180,11 +190,13 @@ def _carry_out(graph: fx.Graph, choice: Choice, source: GraphProgram) -> int:
     return written
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
+def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of ``graph``, and each node's copy in it."""
     copy = fx.Graph(owning_module=graph.owning_module)
-    result = copy.graph_copy(graph, {})
+    copies: dict[fx.Node, fx.Node] = {}
+    result = copy.graph_copy(graph, copies)
     copy.output(result)
-    return copy
+    return copy, copies
 
 
 def _outcome(

@@ -80,12 +80,14 @@ class Program:
 
     They may be deferred: moved, together, behind later fixed tasks.
     """
+    is_on_demand: bool = False
+    """The tasks are in the order without overlap (`reorder.put_on_demand`)."""
 
     def __repr__(self) -> str:
         return f"Program({self.schedule!r}, {len(self.collectives)} free collectives)"
 
     def with_order(self, names: Iterable[str]) -> Program:
-        return replace(self, schedule=self.schedule.reordered(names))
+        return replace(self, schedule=self.schedule.reordered(names), is_on_demand=False)
 
     @cached_property
     def by_name(self) -> dict[str, FreeCollective]:
@@ -99,6 +101,10 @@ class Program:
     def fixed(self) -> tuple[Task, ...]:
         """The tasks that keep their relative order, in that order."""
         return tuple(task for task in self.schedule.tasks if task.name not in self.movable)
+
+    @cached_property
+    def windows(self) -> Windows:
+        return _find_windows(self)
 
     @property
     def gathers(self) -> list[FreeCollective]:
@@ -131,7 +137,7 @@ class Windows:
     needed: tuple[tuple[str, ...], ...]
 
 
-def find_windows(program: Program) -> Windows:
+def _find_windows(program: Program) -> Windows:
     """Windows of every free collective; linear in tasks and dependences."""
     tasks = program.schedule.by_name
     fixed = program.fixed

@@ -10,9 +10,10 @@ replay its memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from inductor_overlap.cost_model.schedule import Task
-from inductor_overlap.passes.program import FreeCollective, Program, find_windows, needs
+from inductor_overlap.passes.program import FreeCollective, Program, needs
 
 
 class Emitter:
@@ -54,9 +55,16 @@ class Emitter:
         return written
 
 
+def put_on_demand(program: Program) -> Program:
+    """``program`` in the order of `order_on_demand`."""
+    return replace(program.with_order(order_on_demand(program)), is_on_demand=True)
+
+
 def order_on_demand(program: Program) -> list[str]:
     """Gathers start just before their first reader; reductions start and end at once."""
-    windows = find_windows(program)
+    if program.is_on_demand:
+        return [task.name for task in program.schedule.tasks]
+    windows = program.windows
     emitter = Emitter(program.schedule.tasks)
     ready = _by_index(program.reductions, windows.ready_at)
     for index, task in enumerate(program.fixed):
@@ -74,7 +82,7 @@ def order_one_ahead(program: Program) -> list[str]:
     Forward: the next gather starts before this one's wait. Backward (the program has reductions):
     after it, so that it does not delay the pending reduction.
     """
-    windows = find_windows(program)
+    windows = program.windows
     emitter = Emitter(program.schedule.tasks)
     gathers = sorted(program.gathers, key=lambda gather: windows.first_use[gather.name])
     following = dict(zip([g.name for g in gathers], gathers[1:], strict=False))

@@ -23,7 +23,7 @@ from inductor_overlap.passes.list_schedule import list_schedule
 from inductor_overlap.passes.manual_wrap import name_of
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.reorder import order_on_demand, order_one_ahead
+from inductor_overlap.passes.reorder import order_one_ahead
 
 _SHRINK_ATTEMPTS = 4
 _MAX_LEFT_OUT = 8
@@ -187,11 +187,6 @@ class Search:
 
 def duration_us(program: Program, collective: FreeCollective) -> float:
     return program.schedule.by_name[collective.name].duration_us
-
-
-def least_peak_order(program: Program) -> list[str]:
-    """The order that holds the least: nothing early, nothing late."""
-    return order_on_demand(program)
 
 
 def _slower(program: Program, factor: float) -> Program:

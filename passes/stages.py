@@ -34,7 +34,7 @@ from inductor_overlap.passes.partition import (
     to_buckets,
 )
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program, find_windows
+from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.search import (
     EARLY,
     JUST_IN_TIME,
@@ -196,7 +196,7 @@ def _first_better(search: Search, best: Trial, tries: int) -> int:
 def _gather_groups(search: Search, trial: Trial) -> list[tuple[Group, float]]:
     """Gather buckets and single gathers in order of first use, with the stall of each."""
     program = search.program
-    use = find_windows(search.base(trial.proposal.deferred)).first_use
+    use = search.base(trial.proposal.deferred).windows.first_use
     buckets = _gather_buckets(search, trial.proposal)
     merged = {name for bucket in buckets for name in bucket.members}
     named: list[tuple[str, list[FreeCollective]]] = [

@@ -17,7 +17,6 @@ from support.graphs import (
 from inductor_overlap.cost_model.schedule import Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.graph_schedule import read_graph, write_order
-from inductor_overlap.passes.program import find_windows
 
 pytestmark = pytest.mark.quick
 
@@ -98,7 +97,7 @@ def test_a_barrier_holds_what_moves_on_both_sides() -> None:
     program = read_graph(b.graph, TestPrices()).program
     keys = {collective.bucket_key for collective in program.gathers}
     assert len(keys) == 2, "collectives on two sides of a barrier share no bucket"
-    windows = find_windows(program)
+    windows = program.windows
     assert windows.ready_at == {
         "all_gather_into_tensor_default": 0,
         "all_gather_into_tensor_default_1": 2,  # behind the matmul and the barrier

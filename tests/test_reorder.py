@@ -7,7 +7,7 @@ from support.programs import free, program
 from support.schedules import compute, schedule, start, wait
 
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.passes.program import Program, find_windows, needs
+from inductor_overlap.passes.program import Program, needs
 from inductor_overlap.passes.reorder import Emitter, order_on_demand, order_one_ahead
 
 pytestmark = pytest.mark.quick
@@ -99,11 +99,11 @@ def test_no_order_starts_a_gather_before_its_barrier() -> None:
 
 
 def test_windows_say_where_collectives_are_needed_and_ready() -> None:
-    windows = find_windows(backward())
+    windows = backward().windows
     assert windows.first_use == {"g1": 0, "g2": 1, "s1": 2, "s2": 2}
     assert windows.ready_at == {"g1": 0, "g2": 0, "s1": 1, "s2": 2}
     assert windows.needed == (("g1",), ("g2",))
-    assert find_windows(behind_a_barrier()).ready_at == {"g1": 0, "g2": 2}
+    assert behind_a_barrier().windows.ready_at == {"g1": 0, "g2": 2}
 
 
 def test_an_emitter_writes_what_is_missing_once() -> None:

@@ -1,0 +1,101 @@
+"""What the planning benchmarks compute besides planning: replay, wrong costs, tables, exponents."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from support.graphs import GraphBuilder, two_linear_layers
+from support.schedules import compute, schedule, schedules, start, wait
+
+from inductor_overlap.cost_model.memory import memory_profile
+from inductor_overlap.cost_model.pricing import as_full
+from inductor_overlap.cost_model.schedule import Buffer, Schedule
+from inductor_overlap.passes.collectives import find_collectives
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+compile_time: Any = import_module("bench_compile_time")
+bench: Any = import_module("bench_schedule")
+contenders: Any = import_module("schedule_contenders")
+intree: Any = import_module("intree_passes")
+links: Any = import_module("link_prices")
+replay: Any = import_module("schedule_replay")
+table: Any = import_module("schedule_table")
+
+pytestmark = pytest.mark.quick
+
+
+def test_replay_holds_a_collective_until_its_wait() -> None:
+    # shard (2) and full (8) until the wait; an unread input (1) to the end.
+    case = schedule(
+        start("s", 1, reads=("shard",), writes=("full",)),
+        compute("other", 1, writes=("y",)),
+        wait("s"),
+        compute("use", 1, reads=("full", "y"), writes=("out",)),
+        buffers=(
+            Buffer("unread", 1, is_input=True),
+            Buffer("shard", 2, is_input=True),
+            Buffer("full", 8),
+            Buffer("y", 4),
+            Buffer("out", 5, is_output=True),
+        ),
+    )
+    # During "other" 1 + 2 + 8 + 4; during "use" 1 + 8 + 4 + 5.
+    assert replay.replay_peak(case) == 18
+    assert replay.replay_peak(case.reordered(["s", "wait_s", "other", "use"])) == 18
+
+
+@given(schedules())
+@settings(max_examples=100)
+def test_replay_and_the_product_agree(case: Schedule) -> None:
+    assert replay.replay_peak(case) == max(memory_profile(case))
+
+
+def test_link_prices_are_latency_and_ring_bandwidth() -> None:
+    prices = links.LinkPrices(100, 10)
+    # 1 MB among 4 ranks: 3/4 of it at 100 GB/s = 1e5 bytes per us; an all-reduce sends it twice.
+    assert prices.collective_us("all_gather", 1_000_000, range(4)) == pytest.approx(10 + 7.5)
+    assert prices.collective_us("all_reduce", 1_000_000, range(4)) == pytest.approx(10 + 15)
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "latency_us", "mib"),
+    [
+        # A latency of 1 us at 1 GB/s saturates far below torch's floor of 10 MiB.
+        (1, 1, 10),
+        # 90 % of the best of the sizes tried: a 1 GiB gather takes 10.6 ms and 60 us. 64 MiB: 9 %
+        # of its time is latency, against 0.6 % there.
+        (100, 60, 64),
+        (200, 1000, 500),
+    ],
+)
+def test_pre_buckets_saturate_within_torchs_bounds(
+    gb_per_s: float, latency_us: float, mib: float
+) -> None:
+    prices = as_full(links.LinkPrices(gb_per_s, latency_us))
+    assert intree.saturating_mib(prices, 64) == mib
+
+
+def test_a_merged_collective_errs_like_its_members() -> None:
+    build = GraphBuilder()
+    two_linear_layers(build)
+    gathers = [c for c in find_collectives(build.graph) if c.kind == "all_gather"]
+    wrong = replay.Perturbation.of(SimpleNamespace(graph=build.graph), seed=1)
+    alone = [wrong._of_collective(c) for c in gathers]
+    assert len(set(alone)) == len(gathers) == 2
+    assert all(0.7 <= factor <= 1.3 for factor in alone)
+    both = frozenset().union(*(replay.served(c) for c in gathers))
+    sizes = [c.size_bytes for c in gathers]
+    merged = SimpleNamespace(name="bucket", kind="all_gather", start=None, waits=())
+    expected = sum(s * f for s, f in zip(sizes, alone, strict=True)) / sum(sizes)
+    original, replay.served = replay.served, lambda _: both
+    try:
+        assert wrong._of_collective(merged) == pytest.approx(expected)
+    finally:
+        replay.served = original
