@@ -11,8 +11,9 @@ simulator, gaps from the lower bound, peaks from a replay of the benchmark's own
 * Llama 3 8B dimensions on clusters from 8 to 4,096 GPUs, sharded on one and on two mesh dimensions;
 * GPT-2 (tied weights), Mixtral and BERT as ``transformers`` writes them.
 
-``--quick`` runs a small part of each, ``--blocks 32`` the whole depth of 8B, ``--picture FILE``
-adds a sweep of the gap over network speed. CPU time: about ten minutes, ``--quick`` one.
+``--quick`` runs a small part of each, ``--tables`` some of them, ``--blocks 32`` the whole depth of
+8B, ``--picture FILE`` adds a sweep of the gap over network speed. CPU time: about fifteen minutes,
+``--quick`` one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
@@ -45,10 +46,12 @@ from inductor_overlap.planner import fake_group
 NUM_RANKS = 64
 NETWORKS = ((350, 40), (200, 60), (90, 60), (45, 80), (200, 1000))
 """Bus bandwidth (GB/s) and latency (us): NVLink-like, NDR, HDR, slow Ethernet, long latency."""
+OTHER_NETWORKS = ((200, 60), (45, 80), (200, 1000))
 QUICK_NETWORKS = ((90, 60), (200, 1000))
 TOKENS = ((2, 4096), (1, 1024))
 SWEEP_GB_PER_S = (25, 35, 50, 70, 100, 140, 200, 280, 400)
 SWEEP_US = 60
+CLUSTER_BLOCKS = 2
 NUM_DRAWS = 4
 TOGETHER = (
     {"communication": 0.7},
@@ -94,13 +97,12 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {date.today()}, one CPU thread, no GPU; {' '.join(sys.argv)}"
     )
-    grid = list(_grid_rows(arguments))
-    _print(summary("Llama 3, 64 ranks", grid))
-    _print(perturbed_table(grid))
-    clusters = list(_cluster_rows(arguments.quick))
-    _print(summary("Llama 3 8B on clusters", clusters))
-    others = list(_other_rows(arguments.quick))
-    _print(summary("other models", others))
+    for name in arguments.tables:
+        title, rows_of = TABLES[name]
+        rows = list(rows_of(arguments))
+        _print(summary(title, rows))
+        if any(row.perturbed for row in rows):
+            _print(perturbed_table(rows))
     if arguments.picture is not None:
         draw_gaps(list(_sweep_rows()), arguments.picture)
     print(f"{time.process_time() - begin_s:.0f} s of CPU time")
@@ -109,6 +111,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small part of each table")
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--blocks", type=int, default=8, help="of the Llama models (default: 8)")
     parser.add_argument("--sizes", nargs="+", default=["8B", "70B", "405B"])
     parser.add_argument("--picture", type=Path, metavar="FILE", help="gap over network speed, PNG")
@@ -128,9 +131,10 @@ def _grid_rows(arguments: argparse.Namespace) -> Iterator[Row]:
                     yield from _rows(traced, as_full(prices), repr(prices), perturb=True)
 
 
-def _cluster_rows(quick: bool) -> Iterator[Row]:
+def _cluster_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    quick = arguments.quick
     traced: TracedCase | None = None
-    case = llama("8B", 2 if quick else 4, 2, 4096)
+    case = llama("8B", CLUSTER_BLOCKS, 2, 4096)
     for item in cluster_cases()[:: 5 if quick else 1]:
         with fake_group(math.prod(item.mesh_shape)):
             if traced is None or traced.mesh_shape != item.mesh_shape:
@@ -138,14 +142,22 @@ def _cluster_rows(quick: bool) -> Iterator[Row]:
             yield from _rows(traced, ClusterCostModel(item.cluster), item.title)
 
 
-def _other_rows(quick: bool) -> Iterator[Row]:
+def _other_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    quick = arguments.quick
     cases = (gpt2(1),) if quick else (gpt2(), mixtral(), bert())
     with fake_group(NUM_RANKS):
         for case in cases:
             traced = _traced(case, (NUM_RANKS,))
-            for network in QUICK_NETWORKS[:1] if quick else NETWORKS:
+            for network in QUICK_NETWORKS[:1] if quick else OTHER_NETWORKS:
                 prices = LinkPrices(*network)
                 yield from _rows(traced, as_full(prices), repr(prices))
+
+
+TABLES: dict[str, tuple[str, Callable[[argparse.Namespace], Iterator[Row]]]] = {
+    "grid": ("Llama 3, 64 ranks", _grid_rows),
+    "clusters": ("Llama 3 8B on clusters", _cluster_rows),
+    "others": ("other models", _other_rows),
+}
 
 
 def _sweep_rows() -> Iterator[Row]:
@@ -180,7 +192,7 @@ def _rows(
 
 def _perturbed(row: Row) -> dict[str, list[float]]:
     """Contender -> step with wrong costs over that of torch's manual pass, for each draw."""
-    draws = [Perturbation.of(row.problem.gm, seed) for seed in range(NUM_DRAWS)]
+    draws = Perturbation.of(row.problem.gm, NUM_DRAWS)
     steps: dict[str, list[float]] = {}
     for name, result in row.results.items():
         wrong = [draw.applied(result.schedule, result.collectives) for draw in draws]

@@ -60,9 +60,11 @@ class Perturbation:
     source: Mapping[str, tuple[str, frozenset[str], int]]
 
     @classmethod
-    def of(cls, gm: fx.GraphModule, seed: int) -> Perturbation:
+    def of(cls, gm: fx.GraphModule, num_draws: int) -> list[Perturbation]:
+        """``num_draws`` perturbations of ``gm``, seeded by their positions."""
         found = find_collectives(gm.graph)
-        return cls(seed, {c.name: (c.kind, served(c), c.size_bytes) for c in found})
+        source = {c.name: (c.kind, served(c), c.size_bytes) for c in found}
+        return [cls(seed, source) for seed in range(num_draws)]
 
     def applied(self, schedule: Schedule, collectives: Iterable[Collective]) -> Schedule:
         """``schedule`` of a contender with wrong costs; ``collectives`` are those of its graph."""
@@ -73,6 +75,8 @@ class Perturbation:
         return replace(schedule, tasks=tuple(tasks))
 
     def _of_collective(self, collective: Collective) -> float:
+        if collective.name in self.source:
+            return self._factor(collective.name)
         target = served(collective)
         members = [
             (size_bytes, self._factor(name))

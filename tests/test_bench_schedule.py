@@ -82,20 +82,94 @@ def test_pre_buckets_saturate_within_torchs_bounds(
     assert intree.saturating_mib(prices, 64) == mib
 
 
-def test_a_merged_collective_errs_like_its_members() -> None:
+def test_a_merged_collective_errs_like_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     build = GraphBuilder()
     two_linear_layers(build)
     gathers = [c for c in find_collectives(build.graph) if c.kind == "all_gather"]
-    wrong = replay.Perturbation.of(SimpleNamespace(graph=build.graph), seed=1)
+    wrong, other = replay.Perturbation.of(SimpleNamespace(graph=build.graph), 2)
     alone = [wrong._of_collective(c) for c in gathers]
     assert len(set(alone)) == len(gathers) == 2
+    assert alone != [other._of_collective(c) for c in gathers]
     assert all(0.7 <= factor <= 1.3 for factor in alone)
-    both = frozenset().union(*(replay.served(c) for c in gathers))
+    # Inputs of both, as a bucket of both has them.
+    inputs = frozenset(name for c in gathers for name in replay.served(c))
+    assert len(inputs) == 2
+    monkeypatch.setattr(replay, "served", lambda collective: inputs)
     sizes = [c.size_bytes for c in gathers]
-    merged = SimpleNamespace(name="bucket", kind="all_gather", start=None, waits=())
+    merged = SimpleNamespace(name="bucket", kind="all_gather")
     expected = sum(s * f for s, f in zip(sizes, alone, strict=True)) / sum(sizes)
-    original, replay.served = replay.served, lambda _: both
-    try:
-        assert wrong._of_collective(merged) == pytest.approx(expected)
-    finally:
-        replay.served = original
+    assert wrong._of_collective(merged) == pytest.approx(expected)
+
+
+class Case:
+    """A traced model as far as contenders and tables ask for it."""
+
+    modules = ("layers.0", "layers.1")
+    name = "two layers"
+
+
+def small_row() -> Any:
+    build = GraphBuilder()
+    gm = two_linear_layers(build)
+    traced = SimpleNamespace(case=Case, mesh_shape=(4,))
+    problem = contenders.pose("two layers, forward", gm, as_full(links.LinkPrices(1, 5)), traced)
+    names = ("input order", "ours manual", "ours greedy", "ours auto")
+    return table.Row(problem, "slow", {name: contenders.compete(name, problem) for name in names})
+
+
+def test_contenders_keep_the_limit_and_leave_the_graph_alone() -> None:
+    row = small_row()
+    calls = [n.name for n in row.problem.gm.graph.nodes if n.op == "call_function"]
+    given = two_linear_layers(GraphBuilder()).graph
+    assert calls == [node.name for node in given.nodes if node.op == "call_function"]
+    input_us = row.step_us("input order")
+    for name in contenders.OURS:
+        assert not row.is_over(name)
+        assert row.problem.bound_us <= row.step_us(name) <= input_us
+
+
+def result(step_us: float, peak_bytes: int) -> Any:
+    timeline = SimpleNamespace(step_us=step_us, exposed_us=1.0)
+    return SimpleNamespace(timeline=timeline, peak_bytes=peak_bytes, collectives=(), pass_s=0.5)
+
+
+def row_of(**results: Any) -> Any:
+    problem = SimpleNamespace(name="model", bound_us=100.0, limit_bytes=1000)
+    named = {name.replace("_", " "): value for name, value in results.items()}
+    return table.Row(problem, "net", named)
+
+
+def test_losses_and_broken_limits_are_named() -> None:
+    row = row_of(
+        torch_manual=result(110.0, 2000),
+        ours_manual=result(150.0, 900),
+        ours_greedy=result(150.0, 1100),
+        ours_auto=result(121.0, 1000),
+    )
+    assert list(table.losses_of(row)) == [
+        "model; net: auto 10.00 % above torch manual (over the limit)",
+        "model; net: ours greedy is 10.00 % over the limit",
+    ]
+
+
+def test_the_mean_gap_is_geometric() -> None:
+    rows = [
+        row_of(ours_manual=result(100.0, 1), ours_greedy=result(100.0, 1), ours_auto=result(s, 1))
+        for s in (100.0, 144.0)
+    ]
+    # sqrt(1.00 * 1.44) = 1.2
+    line = next(line for line in table.summary("two", rows) if line.startswith("  ours auto"))
+    assert line.split() == ["ours", "auto", "20.00", "44.00", "1.0"]
+
+
+def test_exponents_are_fitted_in_logarithms() -> None:
+    assert compile_time.exponent([2, 4, 8], [3 * 2**1.5, 3 * 4**1.5, 3 * 8**1.5]) == pytest.approx(
+        1.5
+    )
+
+
+def test_every_table_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_schedule.py"])
+    assert bench._arguments().tables == ["grid", "clusters", "others"]
+    monkeypatch.setattr(sys, "argv", ["bench_schedule.py", "--tables", "others", "--quick"])
+    assert (bench._arguments().tables, bench._arguments().quick) == (["others"], True)

@@ -106,7 +106,8 @@ def test_a_failure_leaves_no_group() -> None:
 
 
 def test_a_real_group_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"fake process group of 8 ranks.*1 ranks.*'gloo'"):
             io.plan(small_llama, 8, batch=1, seq=4)
@@ -170,8 +171,9 @@ class TwoHeads(nn.Module):
 def test_every_output_with_a_gradient_is_in_the_loss() -> None:
     forward, backward = trace_graphs(lambda: (TwoHeads(), (torch.zeros(3, 4),)))
     assert forward is not backward
-    gradients = [g for g in backward.graph.output_node().args[0] if g is not None]
-    assert len(gradients) == 4  # weight and bias of both heads
+    results: Any = backward.graph.output_node().args[0]
+    # Weight and bias of both heads.
+    assert len([gradient for gradient in results if gradient is not None]) == 4
 
 
 def test_tracing_is_repeatable() -> None:
