@@ -11,9 +11,17 @@ from schedule_contenders import OURS, Problem, Result
 
 AUTO = "ours auto"
 MANUAL = "torch manual"
-_TORCH = ("torch manual", "torch auto")
 _ROUNDING = 1e-9
-_HEADINGS = ("step ms", "gap %", "exposed ms", "peak GiB", "limit", "collectives", "pass s")
+_HEADINGS = (
+    "step ms",
+    "gap %",
+    "exposed ms",
+    "peak GiB",
+    "limit",
+    "collectives",
+    "pass s",
+    "wrong costs",
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class Row:
     """All contenders on one problem on one network.
 
     Attributes:
+        rematches: contender over the limit that auto did not beat -> auto with that much memory.
         perturbed: contender -> its step with wrong costs over that of torch's manual pass, one
             value for each draw.
     """
@@ -28,6 +37,7 @@ class Row:
     problem: Problem
     network: str
     results: dict[str, Result]
+    rematches: dict[str, Result] = field(default_factory=dict[str, Result])
     perturbed: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
     @property
@@ -40,13 +50,16 @@ class Row:
     def gap(self, contender: str) -> float:
         return self.step_us(contender) / self.problem.bound_us - 1.0
 
+    def is_lost_to(self, contender: str) -> bool:
+        return self.step_us(AUTO) > self.step_us(contender) * (1 + _ROUNDING)
+
     def is_over(self, contender: str) -> bool:
         limit_bytes = self.problem.limit_bytes * (1 + _ROUNDING)
         return self.results[contender].peak_bytes > limit_bytes
 
 
 def row_table(row: Row) -> Iterator[str]:
-    """One line for each contender."""
+    """One line for each contender; the last column is the worst ratio of `Row.perturbed`."""
     bound_ms, limit_gib = row.problem.bound_us / 1e3, row.problem.limit_bytes / 2**30
     yield f"{row.title}; bound {bound_ms:.1f} ms, limit {limit_gib:.2f} GiB"
     yield f"  {'':<14}" + "".join(f"{heading:>12}" for heading in _HEADINGS)
@@ -60,6 +73,7 @@ def row_table(row: Row) -> Iterator[str]:
             "over" if row.is_over(name) else "held",
             str(len(result.collectives)),
             f"{result.pass_s:.2f}",
+            f"{max(row.perturbed[name]):.3f}" if name in row.perturbed else "-",
         )
         yield f"  {name:<14}" + "".join(f"{cell:>12}" for cell in cells)
 
@@ -81,14 +95,25 @@ def summary(title: str, rows: Sequence[Row]) -> Iterator[str]:
 def losses_of(row: Row) -> Iterator[str]:
     """Where auto is above another contender, and which of ours are over the limit."""
     for name in row.results:
-        excess = row.step_us(AUTO) / row.step_us(name) - 1.0
-        if excess > _ROUNDING:
-            whose = "over the limit" if row.is_over(name) else "within the limit"
-            yield f"{row.title}: auto {100 * excess:.2f} % above {name} ({whose})"
+        if row.is_lost_to(name):
+            yield f"{row.title}: auto {_excess(row, AUTO, name)} above {name} ({_terms(row, name)})"
     for name in OURS:
         if row.is_over(name):
             excess = row.results[name].peak_bytes / row.problem.limit_bytes - 1.0
             yield f"{row.title}: {name} is {100 * excess:.2f} % over the limit"
+
+
+def _excess(row: Row, ours: str, other: str) -> str:
+    return f"{100 * (row.step_us(ours) / row.step_us(other) - 1.0):.2f} %"
+
+
+def _terms(row: Row, other: str) -> str:
+    """What memory the other one took; with as much, how auto compares."""
+    if other not in row.rematches:
+        return "within the limit"
+    more = row.results[other].peak_bytes / row.problem.limit_bytes - 1.0
+    change = row.rematches[other].timeline.step_us / row.step_us(other) - 1.0
+    return f"{100 * more:.1f} % over the limit; auto with as much: {100 * change:+.2f} %"
 
 
 def perturbed_table(rows: Sequence[Row]) -> Iterator[str]:

@@ -35,8 +35,7 @@ class ModelCase:
         name: as tables name it.
         build: makes the unsharded model.
         num_blocks: repeated blocks it has.
-        modules: its wrap list, a bucket for each entry, blocks listed one by one. Parameters that
-            two modules share are in no entry: torch and we name them differently.
+        modules: its wrap list, a bucket for each entry, blocks listed one by one.
         batch, seq: token ids of one rank.
     """
 
@@ -91,7 +90,7 @@ def gpt2(num_blocks: int = 4) -> ModelCase:
         "use_cache": False,
     }
     blocks = [f"model.transformer.h.{block}" for block in range(num_blocks)]
-    modules = ["model.transformer.wpe", *blocks, "model.transformer.ln_f"]
+    modules = ["model.transformer.wte", "model.transformer.wpe", *blocks, "model.transformer.ln_f"]
     return _hugging_face("GPT-2 XL", "GPT2Config", "GPT2LMHeadModel", fields, modules, num_blocks)
 
 
@@ -128,7 +127,7 @@ def bert(num_blocks: int = 4) -> ModelCase:
         "attention_probs_dropout_prob": 0.0,
     }
     blocks = [f"model.bert.encoder.layer.{block}" for block in range(num_blocks)]
-    modules = ["model.bert.embeddings", *blocks]
+    modules = ["model.bert.embeddings", *blocks, "model.cls"]
     return _hugging_face("BERT large", "BertConfig", "BertForMaskedLM", fields, modules, num_blocks)
 
 

@@ -133,21 +133,25 @@ def result(step_us: float, peak_bytes: int) -> Any:
     return SimpleNamespace(timeline=timeline, peak_bytes=peak_bytes, collectives=(), pass_s=0.5)
 
 
-def row_of(**results: Any) -> Any:
+def row_of(rematches: Any = None, **results: Any) -> Any:
     problem = SimpleNamespace(name="model", bound_us=100.0, limit_bytes=1000)
     named = {name.replace("_", " "): value for name, value in results.items()}
-    return table.Row(problem, "net", named)
+    return table.Row(problem, "net", named, rematches or {})
 
 
 def test_losses_and_broken_limits_are_named() -> None:
     row = row_of(
+        {"torch manual": result(99.0, 2000)},
         torch_manual=result(110.0, 2000),
+        torch_auto=result(120.0, 1000),
         ours_manual=result(150.0, 900),
         ours_greedy=result(150.0, 1100),
         ours_auto=result(121.0, 1000),
     )
     assert list(table.losses_of(row)) == [
-        "model; net: auto 10.00 % above torch manual (over the limit)",
+        "model; net: auto 10.00 % above torch manual "
+        "(100.0 % over the limit; auto with as much: -10.00 %)",
+        "model; net: auto 0.83 % above torch auto (within the limit)",
         "model; net: ours greedy is 10.00 % over the limit",
     ]
 
