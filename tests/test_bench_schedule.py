@@ -84,7 +84,10 @@ def test_pre_buckets_saturate_within_torchs_bounds(
 
 def test_a_merged_collective_errs_like_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     build = GraphBuilder()
-    two_linear_layers(build)
+    x = build.input("x", 8, 8)
+    for fqn, width in (("narrow.weight", 8), ("wide.weight", 16)):
+        x = build.mm(x, build.gather(build.parameter(fqn, 2, width)))
+    build.output(x)
     gathers = [c for c in find_collectives(build.graph) if c.kind == "all_gather"]
     wrong, other = replay.Perturbation.of(SimpleNamespace(graph=build.graph), 2)
     alone = [wrong._of_collective(c) for c in gathers]
