@@ -148,8 +148,8 @@ def test_the_predicted_program_is_the_one_that_the_graph_becomes(
 ) -> None:
     """To 10 % of the step; the pass measures again what it carries out.
 
-    The peak to a third: a cast in front of a reduction is fused into the pack of a bucket, so that
-    what it reads lives on in its place, and these graphs are small enough for that to be the peak.
+    The peak to a third: a cast behind a gather may be fused with the copy out of a bucket, so that
+    one of their buffers less exists, and these graphs are small enough for that to be the peak.
     """
     gm = build(recipe, 0)
     program = read_graph(gm.graph, prices).program

@@ -208,7 +208,7 @@ class _Writer:
         _, padded = shard_rows(p.whole_rows, self._size(p), 0)
         full = b.pad_rows(grad, padded * self._size(p))
         if p.gradient == "cast":
-            full = b.cast(full, torch.bfloat16)
+            full = self._viewed(b.cast(full, torch.bfloat16))
         op = "avg" if p.gradient == "avg" else "sum"
         start = b.scatter_start(full, p.group, op=op, group_size=self._size(p))
         result = b.wait(b.stamp(start, self.shards[index]))
@@ -217,6 +217,10 @@ class _Writer:
                 result = b.cast(result, torch.float32)
             result = b.wait(b.stamp(b.reduce_start(result, "pg2", op=op), self.shards[index]))
         self.gradients.setdefault(index, []).append(result)
+
+    def _viewed(self, node: fx.Node) -> fx.Node:
+        flat = self.b.call(aten.reshape.default, node, [node.meta["val"].numel()])
+        return self.b.call(aten.reshape.default, flat, list(node.meta["val"].shape))
 
     def _finish_gradients(self, index: int) -> None:
         b, p = self.b, self.recipe.parameters[index]
