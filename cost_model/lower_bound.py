@@ -115,7 +115,7 @@ def _launches(precedence: Precedence) -> Iterator[Job]:
         return
     classes: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for start in precedence.wait_of:
-        if precedence.latency_us(start) == 0.0:
+        if precedence.tasks[start].wire_us == precedence.tasks[start].duration_us:
             yield Job(start, precedence.head_us[start], launch_us, precedence.tail_us[start])
         else:
             task = precedence.tasks[start]

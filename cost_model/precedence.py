@@ -64,8 +64,8 @@ class Precedence:
         return self.schedule.machine.link(self.tasks[start].queue)
 
     def latency_us(self, start: int) -> float:
-        """The part of a collective during which it does not use its link."""
-        return self.tasks[start].duration_us - self.tasks[start].wire_us
+        """How long a collective, or any bucket with it, at least does not use its link."""
+        return self.tasks[start].latency_us
 
     def work_us(self, position: int) -> float:
         """Time of a compute task on its queue; 0 for every other task."""

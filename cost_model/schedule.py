@@ -30,8 +30,10 @@ class Task:
     at the link's plateau: what is left when latency is shared with others in a bucket. It is equal
     to ``duration_us`` for a collective that cannot be merged, which is also the default; it is
     never more, and 0 for other tasks. Give both when replacing ``duration_us`` of a start.
-    Starts of one queue may be merged if their ``bucket_key`` (kind, dtype, reduction: whatever the
-    adapter tells apart) is the same.
+    ``latency_us`` is what any bucket with this collective in it needs at least beside the bytes of
+    all its members; by default, and at most, ``duration_us - wire_us``. Starts of one queue may be
+    merged if their ``bucket_key`` (kind, dtype, reduction: whatever the adapter tells apart) is
+    the same.
 
     ``deps`` are the names of tasks that must come earlier in every order (data dependences,
     effect tokens, barriers). ``reads`` and ``writes`` are names of `Buffer`; a buffer is written
@@ -44,6 +46,7 @@ class Task:
     queue: str = ""
     collective: str = ""
     wire_us: float = math.inf
+    latency_us: float = math.inf
     deps: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -61,7 +64,10 @@ class Task:
         if not self.wire_us >= 0.0:
             raise ValueError(f"task {self.name!r}: wire_us must be >= 0, got {self.wire_us}")
         wire_us = min(self.wire_us, self.duration_us) if self.kind == "start" else 0.0
+        rest_us = self.duration_us - wire_us if self.kind == "start" else 0.0
+        latency_us = min(self.latency_us, rest_us)
         object.__setattr__(self, "wire_us", wire_us)
+        object.__setattr__(self, "latency_us", latency_us)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,48 @@
-"""The part of a collective's time that no bucket can save: its bytes at the rate of large sizes.
+"""What of a collective's time is its bytes, and what of it a bucket can save only in part.
 
-The lower bound counts ``wire_us`` for every byte and the rest of a collective's time, its latency,
-once per bucket. That is sound only if latency does not fall as a collective grows, so the rate is
-the smallest slope of the price up to the size of all that could ever be merged: for prices that
-flatten towards a plateau (latency plus size over bandwidth, a pipeline's ramp, the better of two
-algorithms) this is the slope at that size. Only prices are asked; no number originates here.
+The simulator lets collectives share a link for as long as their bytes take at the link's plateau,
+and the lower bound counts that for every byte. What is beside it, latency, a bucket has once.
+Measured prices are uneven: small sizes may pass in a burst, and noise makes one size cheaper than
+its neighbours. `BucketPrice` asks for the price of all sizes that buckets could have, and keeps two
+promises about each of them: it takes at least the plateau rate for its bytes, and beside that at
+least `latency_us` of each of its members. Only prices are asked; no number originates here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
-def least_us_per_byte(price_us: Callable[[int], float], total_bytes: int) -> float:
-    """The smallest slope of ``price_us`` between sizes x and 2 x, up to x = ``total_bytes``.
+class BucketPrice:
+    """The price of collectives that may be merged with each other.
 
-    Args:
-        price_us: time of one collective of a size in bytes.
-        total_bytes: size of a bucket with all collectives that may be merged with each other.
-
-    Returns:
-        Microseconds per byte, at least 0. A collective's ``wire_us`` is its size times this.
+    Attributes:
+        us_per_byte: the plateau: the slope of the price beyond all that may be merged, but at no
+            size more than the whole price; at least 0.
     """
-    sizes = [total_bytes >> shift for shift in range(total_bytes.bit_length())]
-    slopes = ((price_us(2 * size) - price_us(size)) / size for size in sizes)
-    return max(0.0, min(slopes, default=0.0))
+
+    def __init__(self, price_us: Callable[[int], float], total_bytes: int) -> None:
+        """
+        Args:
+            price_us: time (us) of one collective of a size in bytes.
+            total_bytes: size of a bucket with all collectives that may be merged.
+        """
+        self._price_us = price_us
+        sizes = [total_bytes >> shift for shift in range(total_bytes.bit_length())]
+        prices = [price_us(size) for size in sizes]
+        rates = [price / size for size, price in zip(sizes, prices, strict=True)]
+        if sizes:
+            rates.append((price_us(2 * total_bytes) - prices[0]) / total_bytes)
+        self.us_per_byte = max(0.0, min(rates, default=0.0))
+        self._least: list[tuple[int, float]] = []
+        least_us = math.inf
+        for size, price in zip(sizes, prices, strict=True):
+            least_us = min(least_us, price - self.us_per_byte * size)
+            self._least.append((size, least_us))
+
+    def latency_us(self, size_bytes: int) -> float:
+        """Least time (us), beside all bytes, of a bucket that holds ``size_bytes`` and more."""
+        own_us = self._price_us(size_bytes) - self.us_per_byte * size_bytes
+        larger = [least for size, least in self._least if size >= size_bytes]
+        return max(0.0, min([own_us, *larger[-1:]]))

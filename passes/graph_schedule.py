@@ -27,7 +27,7 @@ from inductor_overlap.cost_model.fusion import (
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.sizes import numel_hint
-from inductor_overlap.cost_model.wire_time import least_us_per_byte
+from inductor_overlap.cost_model.wire_time import BucketPrice
 from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
 from inductor_overlap.passes.collectives import BUCKET, Collective, find_collectives
 from inductor_overlap.passes.fx_ops import (
@@ -274,11 +274,17 @@ class _Reader:
             return Task(
                 collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes
             )
+        wire_us, latency_us = duration_us, 0.0
+        if collective.free:
+            price = self._bucket_prices[collective.bucket_key]
+            wire_us = price.us_per_byte * collective.size_bytes
+            latency_us = price.latency_us(collective.size_bytes)
         return Task(
             name=collective.name,
             kind="start",
             duration_us=duration_us,
-            wire_us=self._wire_us(collective, duration_us),
+            wire_us=wire_us,
+            latency_us=latency_us,
             queue=collective.group_name,
             bucket_key=collective.bucket_key,
             deps=deps,
@@ -286,15 +292,9 @@ class _Reader:
             writes=writes,
         )
 
-    def _wire_us(self, collective: Collective, duration_us: float) -> float:
-        """What its bytes cost in the best company: the least rate any bucket of its key reaches."""
-        if not collective.free:
-            return duration_us
-        return min(duration_us, self._rates[collective.bucket_key] * collective.size_bytes)
-
     @cached_property
-    def _rates(self) -> Mapping[tuple[str, ...], float]:
-        """Bucket key -> least time (us) per byte of any bucket of its collectives."""
+    def _bucket_prices(self) -> Mapping[tuple[str, ...], BucketPrice]:
+        """Bucket key -> price of any bucket of its collectives."""
         totals: dict[tuple[str, ...], int] = defaultdict(int)
         like: dict[tuple[str, ...], Collective] = {}
         for collective in self.collectives:
@@ -302,7 +302,7 @@ class _Reader:
                 totals[collective.bucket_key] += collective.size_bytes
                 like[collective.bucket_key] = collective
         return {
-            key: least_us_per_byte(partial(self._collective_us, like[key]), max(1, total_bytes))
+            key: BucketPrice(partial(self._collective_us, like[key]), total_bytes)
             for key, total_bytes in totals.items()
         }
 

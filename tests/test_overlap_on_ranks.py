@@ -79,14 +79,17 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(run_all, request.param, timeout_s=500)
 
 
-def test_gradients_are_bitwise_those_of_the_same_compile(results: list[dict[str, Any]]) -> None:
+def test_gradients_are_those_of_the_same_compile(results: list[dict[str, Any]]) -> None:
+    """Bit for bit on two ranks. On more, gloo adds the ranks in an order that depends on where in
+    the buffer a value lies, so that a bucket changes the last bits of a sum of four."""
+    atol = 0.0 if len(results) == 2 else 1e-6
     for result in results:
         plain, plugin = result["runs"]["plain", "SGD"], result["runs"]["plugin", "SGD"]
         for (loss, gradients), (our_loss, our_gradients) in zip(plain, plugin, strict=True):
-            assert our_loss == loss
+            assert our_loss == pytest.approx(loss, rel=0, abs=atol)
             assert our_gradients.keys() == gradients.keys()
             for name, gradient in gradients.items():
-                assert torch.equal(our_gradients[name], gradient), name
+                torch.testing.assert_close(our_gradients[name], gradient, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW"])

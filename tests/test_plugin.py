@@ -187,7 +187,6 @@ def test_keeping_parameters_gathered_needs_the_partitioner_and_chains_it() -> No
         for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
             assert copied.uuid() == ours.uuid() is not None
         io.enable(reshard_after_forward="auto")
-        assert io.options()[PARTITIONER_HOOK] is not other  # a copy of it, and not ours
         assert isinstance(io.options()[PARTITIONER_HOOK], OtherPartitioner)
         io.disable()
         assert isinstance(inductor_config.custom_partitioner_fn, OtherPartitioner)

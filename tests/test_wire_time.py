@@ -9,36 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.wire_time import least_us_per_byte
+from inductor_overlap.cost_model.wire_time import BucketPrice
 
 pytestmark = pytest.mark.quick
 
 
 def test_latency_plus_size_over_bandwidth() -> None:
-    assert least_us_per_byte(lambda size: 10 + size * 0.25, 1000) == pytest.approx(0.25)
+    assert BucketPrice(lambda size: 10 + size * 0.25, 1000).us_per_byte == pytest.approx(0.25)
 
 
 def test_ramp_is_taken_where_it_is_flattest() -> None:
     # sqrt(2 * 100) - sqrt(100) = 4.142 over 100 bytes, on top of 1 per byte
-    rate = least_us_per_byte(lambda size: size + math.sqrt(size), 100)
+    rate = BucketPrice(lambda size: size + math.sqrt(size), 100).us_per_byte
     assert rate == pytest.approx(1.04142, abs=1e-5)
 
 
 def test_the_better_of_two_algorithms() -> None:
     # 2 per byte up to size 10, 1 per byte beyond
-    rate = least_us_per_byte(lambda size: min(2.0 * size, 10.0 + size), 1000)
+    rate = BucketPrice(lambda size: min(2.0 * size, 10.0 + size), 1000).us_per_byte
     assert rate == pytest.approx(1.0)
 
 
 def test_price_that_steepens_counts_its_flat_part() -> None:
     # 1 per byte up to 64, 3 beyond: at 1000 the slope is 3, between 32 and 64 it is 1
-    rate = least_us_per_byte(lambda size: size if size <= 64 else 3.0 * size - 128, 1024)
+    rate = BucketPrice(lambda size: size if size <= 64 else 3.0 * size - 128, 1024).us_per_byte
     assert rate == pytest.approx(1.0)
 
 
 def test_nothing_to_send_and_prices_that_fall() -> None:
-    assert least_us_per_byte(lambda size: 5.0, 0) == 0.0
-    assert least_us_per_byte(lambda size: 100.0 - size, 50) == 0.0
+    assert BucketPrice(lambda size: 5.0, 0).us_per_byte == 0.0
+    assert BucketPrice(lambda size: 100.0 - size, 50).us_per_byte == 0.0
 
 
 @given(
@@ -59,6 +59,22 @@ def test_presets_honour_the_contract_of_the_bound(
             "all_gather", size_bytes, num_nodes=nodes, ranks_per_node=ranks
         )
 
-    rate = least_us_per_byte(price_us, sum(sizes))
-    latency_us = max(price_us(size) - rate * size for size in sizes)
-    assert price_us(sum(sizes)) >= rate * sum(sizes) + latency_us - 1e-6
+    price = BucketPrice(price_us, sum(sizes))
+    latency_us = max(price.latency_us(size) for size in sizes)
+    least_us = price.us_per_byte * sum(sizes) + latency_us
+    assert price_us(sum(sizes)) >= least_us * (1 - 1e-9)
+
+
+def test_a_burst_of_small_sizes_does_not_make_all_bytes_cheap() -> None:
+    """10 us up to 64 bytes, then 1 per byte: the flat part would say that bytes are free."""
+    price = BucketPrice(lambda size: max(10.0, size - 54.0), 1024)
+    # At 64 bytes, 10 us: no byte may count for more than 10 / 64.
+    assert price.us_per_byte == pytest.approx(10 / 64)
+    assert price.latency_us(16) == pytest.approx(0.0)
+
+
+def test_latency_is_what_every_larger_bucket_has_too() -> None:
+    price = BucketPrice(lambda size: 10 + size * 0.25 + 5 * (size < 100), 1024)
+    assert price.us_per_byte == pytest.approx(0.25)
+    assert price.latency_us(50) == pytest.approx(10)
+    assert price.latency_us(1000) == pytest.approx(10)
