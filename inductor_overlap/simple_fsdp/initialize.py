@@ -94,7 +94,9 @@ class _AsOneProcess(TorchDispatchMode):
         if view is not None:
             full = view.full
         else:
-            full = _empty_full(target) if _overwrites(func) else target.full_tensor()
+            # A copy, because the communication thread owns the gathered tensor for a while, and
+            # every rank must find the same owners when it looks for views.
+            full = _empty_full(target) if _overwrites(func) else target.full_tensor().clone()
         result = func(full, *tree_map(_full, args[1:]), **tree_map(_full, kwargs))
         if func._schema.is_mutable:
             return _keep_part(full, target)
