@@ -20,7 +20,7 @@ was sharded gathers it first and drops it at the end, so that its gradient is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,7 +94,8 @@ def share_gathers(scope: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -
         shared: For each shared parameter the modules that hold it, with its name there; their
             plans have it in `shared`.
     """
-    paths: dict[nn.Module, str] = {module: path for path, module in scope.named_modules()}
+    named = cast("Iterable[tuple[str, nn.Module]]", scope.named_modules())
+    paths = {module: path for path, module in named}
     places: list[_Place] = []
     for holders in shared:
         gather = SharedGather()
