@@ -40,7 +40,6 @@ from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.pricing import PricedCluster, as_full
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.passes.robust_choice import scaled
 from inductor_overlap.planner import fake_group
 
 NUM_RANKS = 64
@@ -204,7 +203,7 @@ def _perturbed(row: Row) -> dict[str, list[float]]:
     steps: dict[str, list[float]] = {}
     for name, result in row.results.items():
         wrong = [draw.applied(result.schedule, result.collectives) for draw in draws]
-        wrong += [scaled(result.schedule, **factors) for factors in TOGETHER]
+        wrong += [result.schedule.scaled(**factors) for factors in TOGETHER]
         steps[name] = [simulate(schedule).step_us for schedule in wrong]
     reference = steps[MANUAL]
     return {

@@ -69,6 +69,13 @@ class Task:
         object.__setattr__(self, "wire_us", wire_us)
         object.__setattr__(self, "latency_us", latency_us)
 
+    def scaled(self, communication: float, compute: float) -> Task:
+        """The same task, so many times as long if it is a collective or compute."""
+        if self.kind == "compute":
+            return replace(self, duration_us=self.duration_us * compute)
+        duration_us, wire_us = self.duration_us * communication, self.wire_us * communication
+        return replace(self, duration_us=duration_us, wire_us=wire_us)
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -167,6 +174,10 @@ class Schedule:
                 f"names, missing {missing}, unknown {unknown}"
             )
         return replace(self, tasks=tuple(self.by_name[name] for name in order))
+
+    def scaled(self, *, communication: float = 1.0, compute: float = 1.0) -> Schedule:
+        """The same with all collectives and all compute so many times as long."""
+        return replace(self, tasks=tuple(t.scaled(communication, compute) for t in self.tasks))
 
     def validate(self) -> None:
         """Raise ``ValueError`` unless the order is executable.

@@ -94,7 +94,8 @@ def rank_choices(
     best = [_choice(search, trial) for trial in robust_choice(search.best(_MOST_CHOICES))]
     if not fits:
         if not best:
-            raise _limit_error(memory_limit_bytes, [unchanged.timeline, *_timelines(search)])
+            tried = [trial.timeline for trial in search.trials]
+            raise _limit_error(memory_limit_bytes, [unchanged.timeline, *tried])
         return Ranking(tuple(best), ())
     better = [c for c in best if c.timeline.step_us < unchanged.timeline.step_us * (1 - 1e-9)]
     refused = () if better else _why_not(search, unchanged.timeline)
@@ -118,10 +119,6 @@ def _choice(search: Search, trial: Trial) -> Choice:
     label = f"{trial.proposal.label}, {trial.proposal.order.label}"
     plan = _plan(label, buckets, program)
     return Choice(plan, program, simulate(program.schedule), trial.notes)
-
-
-def _timelines(search: Search) -> list[Timeline]:
-    return [trial.timeline for trial in search.trials]
 
 
 def _why_not(search: Search, unchanged: Timeline) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
 from inductor_overlap.passes.program import Program
-from inductor_overlap.passes.reorder import order_on_demand, put_on_demand
+from inductor_overlap.passes.reorder import put_on_demand
 
 _NEAR_PEAK = 0.9
 """Tasks with more live bytes than this share of the peak, without overlap, stay as they are."""
@@ -68,7 +68,7 @@ def _runs(program: Program) -> Iterator[list[Task]]:
 
 
 def _near_peak(program: Program) -> set[str]:
-    ordered = program.schedule.reordered(order_on_demand(program))
+    ordered = put_on_demand(program).schedule
     profile = memory_profile(ordered)
     most = _NEAR_PEAK * max(profile, default=0)
     return {task.name for task, live in zip(ordered.tasks, profile, strict=True) if live > most}

@@ -362,17 +362,16 @@ class _Reader:
 
         None before the last barrier: nothing may be moved across it.
         """
-        barriers = [node for node in self.graph.nodes if is_barrier(node)]
-        behind = set(barriers[-1:])
-        if barriers:
-            node = barriers[-1]
-            while (node := node.next).op != "root":
-                behind.add(node)
+        behind: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if is_barrier(node):
+                behind.clear()
+            behind.add(node)
         found: dict[str, tuple[str, ...]] = {}
         for collective in self.collectives:
             if collective.free and collective.kind != "all_gather" and not collective.follows:
                 chain = self._matmul_chain(collective)
-                if chain and (not barriers or chain[0] in behind):
+                if chain and chain[0] in behind:
                     found[collective.name] = tuple(self.task_of[node] for node in chain)
         return found
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from inductor_overlap.cost_model.memory import memory_profile
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program, Windows
-from inductor_overlap.passes.reorder import order_on_demand
+from inductor_overlap.passes.program import FreeCollective, Program, Windows, mergeable_by_key
+from inductor_overlap.passes.reorder import put_on_demand
 
 _TAIL_FACTOR = 5.0
 """A scatter bucket closes when the remaining compute is less than this many times its duration."""
@@ -40,19 +39,11 @@ class GreedyWrap:
         """The buckets greedy wrapping makes of ``program``."""
         walk = _Walk(program, self.max_share, memory_limit_bytes)
         keyed: list[tuple[str, FreeCollective]] = []
-        for key, gathers in _by_key(program.gathers):
+        for key, gathers in mergeable_by_key(program.gathers).items():
             keyed += _labelled(f"gather {key}", walk.wrap_gathers(gathers))
-        for key, reductions in _by_key(program.reductions):
+        for key, reductions in mergeable_by_key(program.reductions).items():
             keyed += _labelled(f"reduction {key}", walk.wrap_reductions(reductions))
         return make_buckets(keyed)
-
-
-def _by_key(
-    collectives: Sequence[FreeCollective],
-) -> Iterator[tuple[str, list[FreeCollective]]]:
-    keys = dict.fromkeys(str(collective.bucket_key) for collective in collectives)
-    for key in keys:
-        yield key, [c for c in collectives if str(c.bucket_key) == key and c.can_merge]
 
 
 def _labelled(
@@ -68,8 +59,7 @@ class _Walk:
         self.max_share = max_share
         self.limit_bytes = limit_bytes
         self.windows: Windows = program.windows
-        compute = [t.duration_us if t.kind == "compute" else 0.0 for t in program.fixed]
-        self.clock_us = list(accumulate(compute, initial=0.0))
+        self.clock_us = program.compute_clock_us
         self.live_bytes = _live_at_fixed(program)
         self.scatter_us = self._scatter_us_by_parameter()
 
@@ -151,7 +141,7 @@ def _grow(
 
 
 def _live_at_fixed(program: Program) -> list[int]:
-    ordered = program.schedule.reordered(order_on_demand(program))
+    ordered = put_on_demand(program).schedule
     profile = memory_profile(ordered)
     return [
         live

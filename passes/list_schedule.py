@@ -168,7 +168,9 @@ class _ListScheduler:
     def _choose(self, link: str, index: int) -> FreeCollective | None:
         if self.issue_order:
             return self._next_issued(link, index)
-        gather = self._admissible_gather(link, index)
+        gather = self._next_gather(link)
+        if gather is not None:
+            gather = self._admissible(gather, link, index)
         pending = self.pending[link]
         reduction = pending[0] if pending and self._can_start(pending[0], index) else None
         if gather is None or reduction is None:
@@ -179,13 +181,22 @@ class _ListScheduler:
 
     def _slack_us(self, link: str) -> float:
         """How long the link may do other things before the next gather must start."""
+        gather = self._next_gather(link)
+        return math.inf if gather is None else self._early_us(gather, link)
+
+    def _early_us(self, gather: FreeCollective, link: str) -> float:
+        """How long before its latest safe start the gather would start now."""
+        return self.latest_us[gather.name] + self.stalled_us - self._begin_us(link)
+
+    def _begin_us(self, link: str) -> float:
+        """When a collective that starts now begins."""
+        return max(self.clock_us, self.free_us.get(link, 0.0))
+
+    def _next_gather(self, link: str) -> FreeCollective | None:
         queue = self.gathers[link]
         while queue and queue[0].name in self.emitter:
             queue.popleft()
-        if not queue:
-            return math.inf
-        begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-        return self.latest_us[queue[0].name] + self.stalled_us - begin_us
+        return queue[0] if queue else None
 
     def _merge(self, first: FreeCollective, slack_us: float = math.inf) -> list[FreeCollective]:
         """``first`` and what is pending beside it, as far as one bucket may hold them."""
@@ -244,17 +255,10 @@ class _ListScheduler:
         missing = self.emitter.missing(reduction.name)
         return [self.program.by_wait[name].name for name in missing if name in self.program.by_wait]
 
-    def _admissible_gather(self, link: str, index: int) -> FreeCollective | None:
-        queue = self.gathers[link]
-        while queue and queue[0].name in self.emitter:
-            queue.popleft()
-        return self._admissible(queue[0], link, index) if queue else None
-
     def _admissible(self, gather: FreeCollective, link: str, index: int) -> FreeCollective | None:
         if self.windows.ready_at[gather.name] > index:
             return None  # behind a barrier
-        begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
-        if self.latest_us[gather.name] + self.stalled_us - begin_us > self.prefetch_us:
+        if self._early_us(gather, link) > self.prefetch_us:
             return None
         return gather if self._fits(gather, index) else None
 
@@ -283,7 +287,7 @@ class _ListScheduler:
 
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)
-        begin_us = max(self.clock_us, self.free_us.get(link, 0.0))
+        begin_us = self._begin_us(link)
         duration_us = self.merged_us.get(task.name, task.duration_us)
         self.free_us[link] = self.end_us[task.name] = begin_us + duration_us
         collective = self.program.by_name.get(task.name)

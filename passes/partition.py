@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 from inductor_overlap.passes.list_schedule import reductions_together
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program
+from inductor_overlap.passes.program import FreeCollective, Program, mergeable_by_key
 
 Group = Sequence[FreeCollective]
 
@@ -93,7 +93,7 @@ def by_deadline(program: Program, longest_us: float = math.inf) -> list[Group]:
 
 
 def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> list[Group]:
-    clock_us, use = _compute_clock(program), program.windows.first_use
+    clock_us, use = program.compute_clock_us, program.windows.first_use
     due_us = [clock_us[use[gather.name]] for gather in gathers]
     wire_us = [_wire_us(program, gather) for gather in gathers]
     latency_us = _latency_us(program, gathers)
@@ -164,17 +164,8 @@ def pending_together(
 def _mergeable_gathers(program: Program) -> list[Group]:
     """Gathers that may share a bucket, by first use; one list for each bucket key."""
     use = program.windows.first_use
-    by_key: dict[tuple[str, ...], list[FreeCollective]] = {}
-    for gather in program.gathers:
-        if gather.can_merge:
-            by_key.setdefault(gather.bucket_key, []).append(gather)
+    by_key = mergeable_by_key(program.gathers)
     return [sorted(gathers, key=lambda g: use[g.name]) for gathers in by_key.values()]
-
-
-def _compute_clock(program: Program) -> list[float]:
-    """When compute would reach each fixed task without ever waiting."""
-    costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in program.fixed)
-    return list(accumulate(costs_us, initial=0.0))
 
 
 def _wire_us(program: Program, collective: FreeCollective) -> float:

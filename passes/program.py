@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
@@ -106,6 +107,12 @@ class Program:
     def windows(self) -> Windows:
         return _find_windows(self)
 
+    @cached_property
+    def compute_clock_us(self) -> list[float]:
+        """When compute would reach each fixed task, and the end, without ever waiting."""
+        costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in self.fixed)
+        return list(accumulate(costs_us, initial=0.0))
+
     @property
     def gathers(self) -> list[FreeCollective]:
         return [collective for collective in self.collectives if collective.is_gather]
@@ -113,6 +120,17 @@ class Program:
     @property
     def reductions(self) -> list[FreeCollective]:
         return [collective for collective in self.collectives if not collective.is_gather]
+
+
+def mergeable_by_key(
+    collectives: Iterable[FreeCollective],
+) -> dict[tuple[str, ...], list[FreeCollective]]:
+    """Those that may join a bucket, by bucket key."""
+    by_key: dict[tuple[str, ...], list[FreeCollective]] = {}
+    for collective in collectives:
+        if collective.can_merge:
+            by_key.setdefault(collective.bucket_key, []).append(collective)
+    return by_key
 
 
 def needs(task: Task) -> tuple[str, ...]:

@@ -9,9 +9,7 @@ long (the direction in which hidden communication comes to light).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.search import Trial
 
@@ -32,20 +30,6 @@ def robust_choice(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _regret_us(trial: Trial) -> float:
-    slow_network = simulate(scaled(trial.schedule, communication=_COMMUNICATION))
-    fast_compute = simulate(scaled(trial.schedule, compute=_COMPUTE))
+    slow_network = simulate(trial.schedule.scaled(communication=_COMMUNICATION))
+    fast_compute = simulate(trial.schedule.scaled(compute=_COMPUTE))
     return trial.timeline.step_us + slow_network.step_us + fast_compute.step_us
-
-
-def scaled(schedule: Schedule, *, communication: float = 1.0, compute: float = 1.0) -> Schedule:
-    """``schedule`` with all collectives and all compute so many times as long."""
-    return replace(
-        schedule, tasks=tuple(_scaled(t, communication, compute) for t in schedule.tasks)
-    )
-
-
-def _scaled(task: Task, communication: float, compute: float) -> Task:
-    if task.kind == "compute":
-        return replace(task, duration_us=task.duration_us * compute)
-    factor = communication
-    return replace(task, duration_us=task.duration_us * factor, wire_us=task.wire_us * factor)

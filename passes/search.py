@@ -48,7 +48,10 @@ class Order:
     def write(self, program: Program, memory_limit_bytes: float) -> list[str]:
         if self.one_ahead:
             return order_one_ahead(program)
-        slower = _slower(program, self.communication)
+        slower = program
+        if self.communication != 1.0:
+            schedule = program.schedule.scaled(communication=self.communication)
+            slower = replace(program, schedule=schedule)
         longest_us = max((duration_us(slower, g) for g in program.gathers), default=0.0)
         window_us = self.window * longest_us if longest_us else math.inf
         return list_schedule(slower, memory_limit_bytes=memory_limit_bytes, prefetch_us=window_us)
@@ -120,11 +123,15 @@ class Search:
                 found.setdefault((trial.proposal.buckets, trial.proposal.deferred), trial)
         return list(found.values())[:number]
 
-    def try_orders(self, proposal: Proposal, orders: Sequence[Order] = ORDERS) -> None:
+    def try_orders(self, proposal: Proposal) -> None:
         """Try ``proposal`` in every order; while none fits, without what is largest at the peak."""
         notes: list[str] = []
         while True:
-            trials = [self._try(replace(proposal, order=order), tuple(notes)) for order in orders]
+            bucketed = self.bucketed(proposal)
+            trials = [
+                self._try(replace(proposal, order=order), bucketed, tuple(notes))
+                for order in ORDERS
+            ]
             self.trials += trials
             least = min(trials, key=lambda trial: trial.timeline.peak_bytes)
             if least.timeline.peak_bytes <= self.memory_limit_bytes or len(notes) == _MAX_LEFT_OUT:
@@ -140,7 +147,7 @@ class Search:
         """Try ``proposal`` as it is, unless it has been tried."""
         if proposal not in self._tried:
             self._tried.add(proposal)
-            self.trials.append(self._try(proposal, ()))
+            self.trials.append(self._try(proposal, self.bucketed(proposal), ()))
 
     def bucketed(self, proposal: Proposal) -> Program:
         """The coarse program with the buckets and deferral of ``proposal``."""
@@ -153,9 +160,8 @@ class Search:
         names = self.coarse.expand(task.name for task in trial.schedule.tasks)
         return tuple(buckets), bucket_program(self.program, buckets).with_order(names)
 
-    def _try(self, proposal: Proposal, notes: tuple[str, ...]) -> Trial:
+    def _try(self, proposal: Proposal, bucketed: Program, notes: tuple[str, ...]) -> Trial:
         """Order, simulate and replay; above the limit, again under a smaller one."""
-        bucketed = self.bucketed(proposal)
         allowed = self.memory_limit_bytes
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
@@ -187,19 +193,6 @@ class Search:
 
 def duration_us(program: Program, collective: FreeCollective) -> float:
     return program.schedule.by_name[collective.name].duration_us
-
-
-def _slower(program: Program, factor: float) -> Program:
-    """``program`` with collectives that take ``factor`` times as long."""
-    if factor == 1.0:
-        return program
-    tasks = tuple(
-        replace(t, duration_us=t.duration_us * factor, wire_us=t.wire_us * factor)
-        if t.kind == "start"
-        else t
-        for t in program.schedule.tasks
-    )
-    return replace(program, schedule=replace(program.schedule, tasks=tasks))
 
 
 def _with_new_names(program: Program, buckets: Iterable[Bucket]) -> list[Bucket]:

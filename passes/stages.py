@@ -94,7 +94,7 @@ def _try_buckets(search: Search) -> None:
     greedy = GreedyWrap().buckets(program, memory_limit_bytes=search.memory_limit_bytes)
     search.try_orders(Proposal("greedy", tuple(greedy)))
     for label, groups in _gather_partitions(program):
-        _try_merged(search, Proposal(label, tuple(to_buckets(groups))), _FIRST_MERGE)
+        _try_merged(search, Proposal(label, tuple(to_buckets(groups))), (_FIRST_MERGE,))
 
 
 def _gather_partitions(program: Program) -> Iterator[tuple[str, list[Group]]]:
@@ -109,25 +109,24 @@ def _gather_partitions(program: Program) -> Iterator[tuple[str, list[Group]]]:
 
 def _try_merges(search: Search) -> None:
     for trial in search.best(2):
-        for factor in _MERGES:
-            _try_merged(search, trial.proposal, factor)
+        _try_merged(search, trial.proposal, _MERGES)
 
 
-def _try_merged(search: Search, proposal: Proposal, factor: float) -> None:
-    """Try ``proposal`` with what is pending together merged, up to ``factor`` latencies."""
+def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> None:
+    """Try ``proposal`` with what is pending together merged, up to so many latencies each."""
     gathers = _gather_buckets(search, proposal)
-    label = f"{_without_merge(proposal.label)}; reductions of {factor:g} latencies"
     proposal = replace(proposal, buckets=gathers, order=EARLY)
     if not search.program.reductions:
         search.try_one(proposal)
         return
-    base = search.base(proposal.deferred)
-    groups: list[Group] = []
-    if factor > 0.0:
-        bucketed = search.bucketed(proposal)
-        groups = pending_together(base, bucketed, factor, search.memory_limit_bytes)
-    numbered = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
-    search.try_one(replace(proposal, label=label, buckets=(*gathers, *numbered)))
+    base, bucketed = search.base(proposal.deferred), search.bucketed(proposal)
+    for factor in factors:
+        groups: list[Group] = []
+        if factor > 0.0:
+            groups = pending_together(base, bucketed, factor, search.memory_limit_bytes)
+        pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
+        label = f"{_without_merge(proposal.label)}; reductions of {factor:g} latencies"
+        search.try_one(replace(proposal, label=label, buckets=(*gathers, *pending)))
 
 
 def _without_merge(label: str) -> str:
@@ -150,14 +149,13 @@ def _try_deferral(search: Search) -> None:
                 deferred = tuple(pick(gradients, amount * longest_us))
                 _try_deferred(search, trial.proposal, deferred)
     for trial in search.best(1):
-        for factor in (_FIRST_MERGE, *_MERGES):
-            _try_merged(search, trial.proposal, factor)
+        _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
 
 
 def _try_deferred(search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]) -> None:
     if deferred:
         label = f"{_without_merge(proposal.label)}, {len(deferred)} gradients deferred"
-        _try_merged(search, replace(proposal, label=label, deferred=deferred), _FIRST_MERGE)
+        _try_merged(search, replace(proposal, label=label, deferred=deferred), (_FIRST_MERGE,))
 
 
 def _try_orders(search: Search) -> None:
