@@ -14,24 +14,16 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch.fx as fx
-from loopback_in_tree import Estimate
+from loopback_in_tree import Estimate, saturating_bytes
 from torch._inductor.fx_passes import fsdp, overlap_scheduling
 from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
 from inductor_overlap.cost_model.pricing import PricedCluster
 
 _MIB = 2**20
-_SATURATED = 0.9
 _CAP_MIB = (10, 500)
 """Torch's floor and ceiling of a pre-bucket (``torch/_inductor/config.py``,
 ``pre_bucketing_fsdp_collectives_{min,max}_bucket_cap_mb``)."""
-
-
-class _Estimate(Estimate):
-    """Milliseconds of a node by any prices."""
-
-    def __init__(self, prices: PricedCluster) -> None:
-        self._prices = prices  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def overlap_automatically(gm: fx.GraphModule, prices: PricedCluster, num_ranks: int) -> None:
@@ -62,14 +54,7 @@ def overlap_by_module(
 
 def saturating_mib(prices: PricedCluster, num_ranks: int) -> float:
     """The smallest gather (MiB, a power of two) near the best bandwidth, within torch's bounds."""
-    sizes = [2**exponent for exponent in range(14, 31)]
-    ranks = range(num_ranks)
-
-    def bytes_per_us(size: int) -> float:
-        return size / prices.collective_us("all_gather", size, ranks)
-
-    best = max(map(bytes_per_us, sizes))
-    smallest = next(size for size in sizes if bytes_per_us(size) >= _SATURATED * best)
+    smallest = saturating_bytes(prices, num_ranks, most=2**30)
     floor, ceiling = _CAP_MIB
     return min(max(smallest / _MIB, floor), ceiling)
 
@@ -77,7 +62,7 @@ def saturating_mib(prices: PricedCluster, num_ranks: int) -> float:
 @contextmanager
 def _priced_by(prices: PricedCluster) -> Iterator[Callable[..., float]]:
     """Torch's scheduler estimates by ``prices``; its own estimate needs Triton."""
-    estimate = _Estimate(prices)
+    estimate = Estimate(prices)
     quiet = patch.object(fsdp.logger, "disabled", True)
     with quiet, patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", estimate):
         yield estimate

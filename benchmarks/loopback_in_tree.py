@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import get_process_group_ranks
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fusion import node_bytes
-from inductor_overlap.cost_model.pricing import ClusterCostModel
+from inductor_overlap.cost_model.pricing import ClusterCostModel, PricedCluster
 from inductor_overlap.passes.fx_ops import arguments, collective_kind, is_start, is_wait, payload
 from inductor_overlap.plugin import ReshardParameters
 from inductor_overlap.settings import Settings
@@ -55,7 +55,10 @@ def automatic(cluster: Cluster, num_ranks: int) -> dict[str, Any]:
         "compute_estimator": "analytical",
         # Our prices charge fused kernels once already.
         "enable_fusion_regions": False,
-        "pre_bucketing_fsdp_collectives_bucket_cap_mb": saturating_bytes(cluster, num_ranks) / _MIB,
+        "pre_bucketing_fsdp_collectives_bucket_cap_mb": saturating_bytes(
+            estimate.prices, num_ranks, most=2**26
+        )
+        / _MIB,
     }
     return {**gathered_again(), **{_OPTIONS + key: value for key, value in chosen.items()}}
 
@@ -80,40 +83,39 @@ class BucketModules(CustomGraphPass):
 
 
 class Estimate:
-    """Torch's ``custom_runtime_estimation``: milliseconds of a node by a `Cluster`."""
+    """Torch's ``custom_runtime_estimation``: milliseconds of a node by any prices."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._prices = ClusterCostModel(cluster)
+    def __init__(self, prices: PricedCluster) -> None:
+        self.prices = prices
 
     def __call__(self, node: fx.Node, override_size: int | None = None) -> float:
         if is_wait(node) or node.op != "call_function":
             return 0.0
         if not is_start(node):
-            return self._prices.compute_us(node) / 1e3
+            return self.prices.compute_us(node) / 1e3
         kind = collective_kind(node)
         gathers = kind == "all_gather"
         own_bytes = node_bytes(node) if gathers else sum(map(node_bytes, payload(node)))
         size_bytes = own_bytes if override_size is None else override_size
         group = _resolve_process_group(arguments(node)["group_name"])
         ranks = get_process_group_ranks(group)
-        return self._prices.collective_us(kind, size_bytes, ranks) / 1e3
+        return self.prices.collective_us(kind, size_bytes, ranks) / 1e3
 
 
 def priced_by(cluster: Cluster) -> Estimate:
     """Makes torch's scheduler estimate by `cluster` wherever it estimates; returns the estimate."""
-    estimate = Estimate(cluster)
+    estimate = Estimate(ClusterCostModel(cluster))
     overlap_scheduling.estimate_roofline_runtime_ms = estimate
     return estimate
 
 
-def saturating_bytes(cluster: Cluster, num_ranks: int) -> int:
-    """The smallest gather (bytes, a power of two) that comes close to the best bandwidth."""
-    sizes = [2**exponent for exponent in range(14, 27)]
+def saturating_bytes(prices: PricedCluster, num_ranks: int, *, most: int) -> int:
+    """The smallest gather (bytes, a power of two) close to the best bandwidth up to ``most``."""
+    sizes = [2**exponent for exponent in range(14, most.bit_length())]
+    ranks = range(num_ranks)
 
     def bytes_per_us(size: int) -> float:
-        return size / cluster.collective_us(
-            "all_gather", size, num_nodes=1, ranks_per_node=num_ranks
-        )
+        return size / prices.collective_us("all_gather", size, ranks)
 
     best = max(map(bytes_per_us, sizes))
     return next(size for size in sizes if bytes_per_us(size) >= _SATURATED * best)

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ log = logging.getLogger("inductor_overlap")
 _SCHEDULER_HOOK = "_post_fusion_custom_pass"
 _PARTITIONER_HOOK = "custom_partitioner_fn"
 _REPORTS: list[Report] = []
+_T = TypeVar("_T")
 
 
 class PluginError(RuntimeError):
@@ -87,7 +88,7 @@ def options(
     """
     settings = Settings(wrap, cluster, cost_model, memory_limit_gb, reshard_after_forward)
     current = _current_config()
-    scheduler = OverlapScheduler(settings, _other_scheduler_pass(current))
+    scheduler = OverlapScheduler(settings, _other(current[_SCHEDULER_HOOK]))
     passes = (
         NameParameters(settings),
         ReshardParameters(settings),
@@ -97,7 +98,7 @@ def options(
         key: [*_others(current[key]), ours] for key, ours in zip(_GRAPH_HOOKS, passes, strict=True)
     }
     result[_SCHEDULER_HOOK] = scheduler
-    partitioner = _other_partitioner(current)
+    partitioner = _other(current[_PARTITIONER_HOOK])
     if reshard_after_forward == "auto":
         result[_PARTITIONER_HOOK] = KeepGathered(settings, partitioner)
     elif partitioner is not current[_PARTITIONER_HOOK]:
@@ -148,10 +149,9 @@ def disable() -> None:
         others = _others(current[key])
         if len(others) < len(get_custom_graph_passes(current[key])):
             restored[key] = others or None
-    if isinstance(current[_SCHEDULER_HOOK], OverlapScheduler):
-        restored[_SCHEDULER_HOOK] = _other_scheduler_pass(current)
-    if isinstance(current[_PARTITIONER_HOOK], KeepGathered):
-        restored[_PARTITIONER_HOOK] = _other_partitioner(current)
+    for key in (_SCHEDULER_HOOK, _PARTITIONER_HOOK):
+        if isinstance(current[key], _Chained):
+            restored[key] = _other(current[key])
     _replaced.clear()
     _set_config(restored)
 
@@ -212,6 +212,38 @@ class _Identified:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+class _Chained(_Identified):
+    """A pass in a hook that holds one: ``earlier`` is what another library put there, or None."""
+
+    def __init__(self, settings: Settings, earlier: Callable[..., Any] | None) -> None:
+        super().__init__(settings)
+        self.earlier = earlier
+
+    @property
+    def is_identified(self) -> bool:
+        return self.earlier is None or self._earlier_uuid() is not None
+
+    def _earlier_uuid(self) -> object:
+        return getattr(self.earlier, "uuid", lambda: None)()
+
+    def uuid(self) -> str | None:
+        own = super().uuid()
+        if self.earlier is None or own is None:
+            return own
+        return f"{own}:{self._earlier_uuid()!r}" if self.is_identified else None
+
+
+def _attempt(work: Callable[[], _T], otherwise: str) -> _T | None:
+    """What ``work`` returns; None if it fails by our fault, which is logged with ``otherwise``."""
+    try:
+        return work()
+    except _USER_MISTAKES:
+        raise
+    except Exception:
+        log.exception(otherwise)
+        return None
+
+
 class NameParameters(_Identified, CustomGraphPass):
     """Dynamo graph: remember which parameter each node serves."""
 
@@ -226,15 +258,11 @@ class ReshardParameters(_Identified, CustomGraphPass):
         tag_gathers(graph, reshard=bool(self.settings.reshard_after_forward))
 
 
-class KeepGathered(_Identified, CustomPartitionerFn):
+class KeepGathered(_Chained, CustomPartitionerFn):
     """Cut the joint graph twice: first with everything resharded, to see what memory is left.
 
-    ``earlier`` is another library's partitioner; None: Inductor's own.
+    By the partitioner ``earlier``, or by Inductor's own.
     """
-
-    def __init__(self, settings: Settings, earlier: CustomPartitionerFn | None) -> None:
-        super().__init__(settings)
-        self.earlier = earlier
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -249,20 +277,12 @@ class KeepGathered(_Identified, CustomPartitionerFn):
 
     def _kept(self, forward: fx.Graph, backward: fx.Graph) -> frozenset[str]:
         prices = self.settings.prices(device_type(forward))
-        try:
-            return keep_gathered(forward, backward, prices, self.settings.memory_limit_bytes)
-        except _USER_MISTAKES:
-            raise
-        except Exception:
-            log.exception("choosing what stays gathered failed, please report this; nothing does")
-            return frozenset()
-
-    def uuid(self) -> str | None:
-        own = super().uuid()
-        if self.earlier is None or own is None:
-            return own
-        earlier = self.earlier.uuid()
-        return None if earlier is None else f"{own}:{earlier!r}"
+        limit_bytes = self.settings.memory_limit_bytes
+        kept = _attempt(
+            lambda: keep_gathered(forward, backward, prices, limit_bytes),
+            "choosing what stays gathered failed, please report this; nothing does",
+        )
+        return frozenset() if kept is None else kept
 
 
 class OverlapGraph(_Identified, CustomGraphPass):
@@ -283,13 +303,12 @@ class OverlapGraph(_Identified, CustomGraphPass):
         if not any(map(is_start, graph.nodes)):
             return
         self.settings.prices(device_type(graph))  # an unknown device is the user's to mend
-        try:
-            report = overlap_and_report(graph, self.settings)
-        except _USER_MISTAKES:
-            raise
-        except Exception:
-            # Plans are rehearsed on a copy, so the graph is as it was and compiles without us.
-            log.exception("planning failed, please report this; the graph is left as it was")
+        # Plans are rehearsed on a copy, so after a failure the graph compiles without us.
+        report = _attempt(
+            lambda: overlap_and_report(graph, self.settings),
+            "planning failed, please report this; the graph is left as it was",
+        )
+        if report is None:
             return
         _REPORTS.append(report)
         log.info("%s", report)
@@ -297,14 +316,8 @@ class OverlapGraph(_Identified, CustomGraphPass):
         _trace("inductor_overlap_report", report.to_json)
 
 
-class OverlapScheduler(_Identified, CustomSchedulerPass):
+class OverlapScheduler(_Chained, CustomSchedulerPass):
     """Scheduler nodes after fusion: correct the order and pin it. Runs after ``earlier``."""
-
-    def __init__(
-        self, settings: Settings, earlier: Callable[[list[Any]], list[Any]] | None
-    ) -> None:
-        super().__init__(settings)
-        self.earlier = earlier
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         from torch._inductor.virtualized import V
@@ -317,26 +330,11 @@ class OverlapScheduler(_Identified, CustomSchedulerPass):
         if not any(map(is_start, graph.nodes)):
             return nodes
         prices = self.settings.prices(device_type(graph))
-        try:
-            return overlap_snodes(nodes, graph, prices)
-        except _USER_MISTAKES:
-            raise
-        except Exception:
-            log.exception("ordering kernels failed, please report this; their order is kept")
-            return nodes
-
-    @property
-    def is_identified(self) -> bool:
-        return self.earlier is None or self._earlier_uuid() is not None
-
-    def _earlier_uuid(self) -> object:
-        return getattr(self.earlier, "uuid", lambda: None)()
-
-    def uuid(self) -> str | None:
-        own = super().uuid()
-        if self.earlier is None or own is None:
-            return own
-        return f"{own}:{self._earlier_uuid()!r}" if self.is_identified else None
+        ordered = _attempt(
+            lambda: overlap_snodes(nodes, graph, prices),
+            "ordering kernels failed, please report this; their order is kept",
+        )
+        return nodes if ordered is None else ordered
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:
@@ -351,14 +349,9 @@ def _others(hook: Any) -> list[Any]:
     return [item for item in get_custom_graph_passes(hook) if not isinstance(item, _Identified)]
 
 
-def _other_scheduler_pass(current: Mapping[str, Any]) -> Callable[[list[Any]], list[Any]] | None:
-    hook = current[_SCHEDULER_HOOK]
-    return hook.earlier if isinstance(hook, OverlapScheduler) else hook
-
-
-def _other_partitioner(current: Mapping[str, Any]) -> CustomPartitionerFn | None:
-    hook = current[_PARTITIONER_HOOK]
-    return hook.earlier if isinstance(hook, KeepGathered) else hook
+def _other(hook: Any) -> Callable[..., Any] | None:
+    """What another library put into a hook that holds one."""
+    return hook.earlier if isinstance(hook, _Chained) else hook
 
 
 def _current_config() -> dict[str, Any]:

@@ -13,9 +13,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"] = "0"
@@ -61,3 +65,23 @@ def clean_torch() -> Iterator[None]:
         torch._dynamo.reset()
     if "inductor_overlap" in sys.modules:
         sys.modules["inductor_overlap"].disable()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Four faked ranks, data parallel."""
+    yield from _faked_mesh((4,), ("dp",))
+
+
+@pytest.fixture
+def mesh_2d() -> Iterator[DeviceMesh]:
+    """Two by two faked ranks, data parallel and tensor parallel."""
+    yield from _faked_mesh((2, 2), ("dp", "tp"))
+
+
+def _faked_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
+    from support.ranks import fake_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with fake_process_group(4):
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -8,21 +8,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.benchmarks import BENCHMARKS, import_benchmark
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-loopback: Any = import_module("loopback")
-contenders: Any = import_module("loopback_contenders")
-memory: Any = import_module("loopback_memory")
-network: Any = import_module("loopback_network")
-results: Any = import_module("loopback_results")
-table: Any = import_module("loopback_table")
+loopback: Any = import_benchmark("loopback")
+contenders: Any = import_benchmark("loopback_contenders")
+memory: Any = import_benchmark("loopback_memory")
+network: Any = import_benchmark("loopback_network")
+results: Any = import_benchmark("loopback_results")
+table: Any = import_benchmark("loopback_table")
 
 pytestmark = pytest.mark.quick
 

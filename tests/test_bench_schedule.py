@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from support.benchmarks import import_benchmark
 from support.graphs import GraphBuilder, two_linear_layers
 from support.schedules import compute, schedule, schedules, start, wait
 
@@ -18,15 +17,13 @@ from inductor_overlap.cost_model.pricing import as_full
 from inductor_overlap.cost_model.schedule import Buffer, Schedule
 from inductor_overlap.passes.collectives import find_collectives
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-compile_time: Any = import_module("bench_compile_time")
-bench: Any = import_module("bench_schedule")
-contenders: Any = import_module("schedule_contenders")
-intree: Any = import_module("intree_passes")
-links: Any = import_module("link_prices")
-replay: Any = import_module("schedule_replay")
-table: Any = import_module("schedule_table")
+compile_time: Any = import_benchmark("bench_compile_time")
+bench: Any = import_benchmark("bench_schedule")
+contenders: Any = import_benchmark("schedule_contenders")
+intree: Any = import_benchmark("intree_passes")
+links: Any = import_benchmark("link_prices")
+replay: Any = import_benchmark("schedule_replay")
+table: Any = import_benchmark("schedule_table")
 
 pytestmark = pytest.mark.quick
 

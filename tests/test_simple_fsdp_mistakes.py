@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import fake_process_group
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, accumulate_gradients, simple_fsdp
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_process_group(4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-
-
-@pytest.fixture
-def mesh_2d() -> Iterator[DeviceMesh]:
-    with fake_process_group(4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def refused(message: str, module: nn.Module, mesh: Any, **options: Any) -> None:

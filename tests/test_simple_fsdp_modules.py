@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
-from support.ranks import fake_process_group
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import (
@@ -26,18 +24,6 @@ from inductor_overlap.simple_fsdp import (
 )
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_process_group(4):
-        yield init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-
-
-@pytest.fixture
-def mesh_2d() -> Iterator[DeviceMesh]:
-    with fake_process_group(4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 class Tied(nn.Module):
