@@ -212,6 +212,7 @@ def _spec(arguments: argparse.Namespace, rate_mbit: int, allocator: Path, folder
         seq=arguments.seq,
         dim=arguments.dim,
         layers=arguments.layers,
+        memory_limit_gb=arguments.memory_limit_mib / 1024,
         allocator=str(allocator),
         folder=str(folder),
     )
@@ -236,6 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=_count, default=4, help="blocks of the model")
     add("--batch", type=_count, default=4, help="sequences of a rank and step")
     add("--seq", type=_count, default=512, help="tokens of a sequence")
+    limit = "live bytes of a graph, MiB, for the contender that is given a limit"
+    add("--memory-limit-mib", type=_count, default=312, help=limit)
     out = Path("benchmarks/results/loopback")
     add("--out", type=Path, default=out, help="where to write, without the ending")
     return parser

@@ -1,7 +1,8 @@
 """The contenders: ways in which a user could train the same model on the same ranks.
 
 All start from the same seed, shard every parameter over the same ranks, gather it again in backward
-and step the same optimizer; what differs is who decides when communication happens.
+and step the same optimizer; what differs is who decides when communication happens. One of ours is
+given a memory limit instead, and keeps gathered what the limit allows.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ _WRAP = ["tok_embeddings", "layers.*", ["norm", "output"]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all contenders share: the model's sizes, the ranks, the calibrated prices."""
+    """What all contenders share: the model's sizes, the ranks, the calibrated prices.
+
+    ``memory_limit_gb``: for the live bytes of each graph of the contender that keeps parameters
+    gathered as far as memory allows (GiB).
+    """
 
     config: Llama3Config
     mesh: DeviceMesh
     cluster: Cluster
+    memory_limit_gb: float
 
 
 @dataclass
@@ -121,6 +127,15 @@ def _ours(wrap: str | Sequence[str | list[str]]) -> Callable[[Setup], Contender]
     return lambda setup: _simple_fsdp(setup, options(wrap=wrap, cluster=setup.cluster))
 
 
+def _ours_kept(setup: Setup) -> Contender:
+    chosen = options(
+        cluster=setup.cluster,
+        reshard_after_forward="auto",
+        memory_limit_gb=setup.memory_limit_gb,
+    )
+    return _simple_fsdp(setup, chosen)
+
+
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "fsdp2": _fsdp2,
     "fsdp2-compiled": _fsdp2_compiled,
@@ -130,6 +145,7 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours-manual": _ours(_WRAP),
     "ours-greedy": _ours("greedy"),
     "ours-auto": _ours("auto"),
+    "ours-kept": _ours_kept,
 }
 TITLES = {
     "fsdp2": "FSDP2 eager",
@@ -140,9 +156,10 @@ TITLES = {
     "ours-manual": "ours, manual",
     "ours-greedy": "ours, greedy",
     "ours-auto": "ours, auto",
+    "ours-kept": "ours, auto, memory limit used",
 }
 IN_TREE = ("torch-auto", "torch-manual")
-OURS = ("ours-manual", "ours-greedy", "ours-auto")
+OURS = ("ours-manual", "ours-greedy", "ours-auto", "ours-kept")
 
 
 def _model(setup: Setup) -> Llama3:

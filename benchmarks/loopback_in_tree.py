@@ -51,6 +51,8 @@ def automatic(cluster: Cluster, num_ranks: int) -> dict[str, Any]:
         "enable_overlap_scheduling": True,
         "collective_bucketing": True,
         "insert_overlap_deps": True,
+        # By default it raises where its extra dependences form a cycle, as they do for some prices.
+        "overlap_scheduling_autofix_cycles": True,
         "custom_runtime_estimation": estimate,
         "compute_estimator": "analytical",
         # Our prices charge fused kernels once already.

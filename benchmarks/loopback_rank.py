@@ -99,7 +99,7 @@ class _Rank:
     def run(self) -> RankResult:
         mesh = init_device_mesh("cpu", (self.spec.num_ranks,))
         self.tell("calibrates")
-        setup = Setup(self.config, mesh, self.calibrated())
+        setup = Setup(self.config, mesh, self.calibrated(), self.spec.memory_limit_gb)
         for turn in range(self.spec.compiles):
             self.discard_all()
             for name in self.entries:

@@ -25,6 +25,7 @@ class RankSpec:
         rounds, steps: rounds of all contenders in turn; timed steps of each in a round.
         batch, seq: sequences of a rank and step, and tokens of a sequence.
         dim, layers: of the Llama 3.
+        memory_limit_gb: of the contender that is given one.
         allocator: library of the counting allocator.
         folder: where the result and the profile are written.
     """
@@ -42,6 +43,7 @@ class RankSpec:
     seq: int
     dim: int
     layers: int
+    memory_limit_gb: float
     allocator: str
     folder: str
 
