@@ -9,9 +9,11 @@ buffer before it exists.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 
-from inductor_overlap.cost_model.schedule import Schedule
+from inductor_overlap.cost_model.schedule import Schedule, Task
 
 
 def memory_profile(schedule: Schedule) -> list[int]:
@@ -63,3 +65,55 @@ def buffer_lifetimes(schedule: Schedule) -> dict[str, tuple[int, int]]:
         if buffers[name].is_output or last[name] < 0:
             last[name] = last_position
     return {name: (start, last[name]) for name, start in first.items()}
+
+
+class LiveBytes:
+    """Live bytes after each task that has run, in whatever order they run.
+
+    Attributes:
+        now: live bytes between the task that ran last and the next.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._buffers = schedule.buffers
+        self._tasks = schedule.by_name
+        self._holders = schedule.holders.copy()
+        self.now = sum(buffer.size_bytes for buffer in schedule.buffers.values() if buffer.is_input)
+
+    def run(self, task: Task) -> int:
+        """Allocate what ``task`` writes and free what it is the last to hold.
+
+        Returns the live bytes while it runs.
+        """
+        for name in task.writes:
+            self.now += self._buffers[name].size_bytes
+        during = self.now
+        if task.kind == "start":  # holds what it reads and writes until its wait
+            return during
+        self._release(task.reads)
+        if task.kind == "wait":
+            start = self._tasks[task.collective]
+            self._release(start.reads)
+            self._release(start.writes)
+            return during
+        for name in task.writes:
+            if name not in self._holders and not self._buffers[name].is_output:
+                self.now -= self._buffers[name].size_bytes
+        return during
+
+    def freed_by(self, tasks: Sequence[Task]) -> int:
+        """Bytes that ``tasks``, none of them run yet, are the only ones left to hold."""
+        held = Counter(name for task in tasks for name in task.reads)
+        last = [
+            self._buffers[name] for name, holders in held.items() if self._holders[name] == holders
+        ]
+        return sum(buffer.size_bytes for buffer in last if not buffer.is_output)
+
+    def _release(self, names: tuple[str, ...]) -> None:
+        holders = self._holders
+        for name in names:
+            holders[name] -= 1
+            if not holders[name]:
+                buffer = self._buffers[name]
+                if not buffer.is_output:
+                    self.now -= buffer.size_bytes

@@ -265,11 +265,8 @@ class _Sweep:
 
 def _predecessors(schedule: Schedule) -> list[list[int]]:
     position = {task.name: at for at, task in enumerate(schedule.tasks)}
-    return [sorted({position[name] for name in _needs(task)}) for task in schedule.tasks]
-
-
-def _needs(task: Task) -> tuple[str, ...]:
-    return (*task.deps, task.collective) if task.kind == "wait" else task.deps
+    needs = schedule.needs
+    return [sorted({position[name] for name in needs[task.name]}) for task in schedule.tasks]
 
 
 def _successors(preds: Sequence[Sequence[int]]) -> list[list[int]]:

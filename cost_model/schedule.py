@@ -71,6 +71,9 @@ class Task:
 
     def scaled(self, communication: float, compute: float) -> Task:
         """The same task, so many times as long if it is a collective or compute."""
+        factor = compute if self.kind == "compute" else communication
+        if factor == 1.0 or self.duration_us == 0.0:
+            return self
         if self.kind == "compute":
             return replace(self, duration_us=self.duration_us * compute)
         duration_us, wire_us = self.duration_us * communication, self.wire_us * communication
@@ -146,6 +149,23 @@ class Schedule:
         return {task.name: task for task in self.tasks}
 
     @cached_property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """Task -> what must come before it: its dependences and, for a wait, its start."""
+        return {
+            task.name: (*task.deps, task.collective) if task.kind == "wait" else task.deps
+            for task in self.tasks
+        }
+
+    @cached_property
+    def holders(self) -> dict[str, int]:
+        """Buffer -> how many tasks hold it: all that read it, and the start that writes it."""
+        holders: dict[str, int] = {}
+        for task in self.tasks:
+            for name in (*task.reads, *task.writes) if task.kind == "start" else task.reads:
+                holders[name] = holders.get(name, 0) + 1
+        return holders
+
+    @cached_property
     def graph(self) -> nx.DiGraph[str]:
         """The dependency graph: an edge from each task to every task that needs it.
 
@@ -165,15 +185,20 @@ class Schedule:
         Raises:
             ValueError: ``names`` is not a permutation of the tasks.
         """
+        by_name = self.by_name
         order = list(names)
-        if len(order) != len(self.tasks) or set(order) != set(self.by_name):
-            missing = sorted(set(self.by_name) - set(order))[:5]
-            unknown = sorted(set(order) - set(self.by_name))[:5]
+        if len(order) != len(self.tasks) or by_name.keys() != set(order):
+            missing = sorted(by_name.keys() - set(order))[:5]
+            unknown = sorted(set(order) - by_name.keys())[:5]
             raise ValueError(
                 f"an order must name each of the {len(self.tasks)} tasks once; got {len(order)} "
                 f"names, missing {missing}, unknown {unknown}"
             )
-        return replace(self, tasks=tuple(self.by_name[name] for name in order))
+        other = replace(self, tasks=tuple(by_name[name] for name in order))
+        # What does not depend on the order is known already.
+        known = {name: vars(self)[name] for name in _OF_ANY_ORDER if name in vars(self)}
+        vars(other).update(known)
+        return other
 
     def scaled(self, *, communication: float = 1.0, compute: float = 1.0) -> Schedule:
         """The same with all collectives and all compute so many times as long."""
@@ -217,3 +242,6 @@ class Schedule:
             if task.collective in waited:
                 raise ValueError(f"collective {task.collective!r} is waited for twice")
             waited.add(task.collective)
+
+
+_OF_ANY_ORDER = ("by_name", "needs", "holders")

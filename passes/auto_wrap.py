@@ -8,7 +8,7 @@ comes first (`robust_choice`), the unchanged input order last: no plan is worse 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from inductor_overlap.cost_model.simulate import Timeline, simulate
@@ -56,8 +56,17 @@ class Choice:
 class Ranking:
     """Plans worth carrying out, best first, the input order last; and why others are not."""
 
-    choices: tuple[Choice, ...]
+    search: Search
+    trials: tuple[Trial, ...]
+    unchanged: Choice | None
     refused: tuple[str, ...]
+
+    def choices(self) -> Iterator[Choice]:
+        """Each carried over to the whole program only when it is asked for."""
+        for trial in self.trials:
+            yield _choice(self.search, trial)
+        if self.unchanged is not None:
+            yield self.unchanged
 
 
 def parse_wrap(wrap: object) -> Policy:
@@ -91,15 +100,16 @@ def rank_choices(
     search = Search(program, memory_limit_bytes, is_coarse=isinstance(policy, AutoWrap))
     _run(search, policy, is_backward)
     fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
-    best = [_choice(search, trial) for trial in robust_choice(search.best(_MOST_CHOICES))]
+    best = robust_choice(search.best(_MOST_CHOICES))
     if not fits:
         if not best:
             tried = [trial.timeline for trial in search.trials]
             raise _limit_error(memory_limit_bytes, [unchanged.timeline, *tried])
-        return Ranking(tuple(best), ())
-    better = [c for c in best if c.timeline.step_us < unchanged.timeline.step_us * (1 - 1e-9)]
+        return Ranking(search, tuple(best), None, ())
+    step_us = unchanged.timeline.step_us * (1 - 1e-9)
+    better = tuple(trial for trial in best if trial.timeline.step_us < step_us)
     refused = () if better else _why_not(search, unchanged.timeline)
-    return Ranking((*better, unchanged), refused)
+    return Ranking(search, better, unchanged, refused)
 
 
 def _run(search: Search, policy: Policy, is_backward: bool) -> None:

@@ -193,7 +193,6 @@ def _assemble(program: Program, parts: Sequence[_Merged]) -> Program:
         schedule=schedule,
         collectives=(*singles, *(part.collective for part in parts)),
         movable=frozenset(movable),
-        merged_bytes={name: program.by_name[name].size_bytes for name in gone},
         weight_gradients={},
         is_on_demand=False,
     )

@@ -1,8 +1,9 @@
 """A smaller program to search on: runs of fixed compute as one task each.
 
 Policies try many plans, and most tasks never matter to any of them: no gather is first needed and
-no reduction becomes ready between two neighbours. `coarsen` joins such neighbours; an order of the
-coarse program expands to one of the whole program. Times add up exactly. Memory is exact between
+no reduction becomes ready between two neighbours. `coarsen` joins such neighbours, and the matmul
+of a weight gradient with the views of its result; an order of the coarse program expands to one of
+the whole program. Times add up exactly. Memory is exact between
 tasks and never too low inside one; near the program's peak nothing is joined, so that a limit
 binds where it would.
 """
@@ -36,14 +37,41 @@ class CoarseProgram:
 
 def coarsen(program: Program) -> CoarseProgram:
     """``program`` with runs of fixed compute joined, in the order without overlap."""
+    matmuls = _with_views(program)
     groups = [group for group in _runs(program) if len(group) > 1]
+    groups += [group for group in matmuls.values() if len(group) > 1]
     if not groups:
         return CoarseProgram(program, {})
-    schedule = _join(program.schedule, groups)
-    coarse = replace(program, schedule=schedule, is_on_demand=False)
-    ordered = put_on_demand(coarse)
     parts = {group[0].name: tuple(task.name for task in group) for group in groups}
-    return CoarseProgram(ordered, parts)
+    gone = {name for names in parts.values() for name in names[1:]}
+    gradients = {
+        reduction: tuple(name for name in names if name not in gone)
+        for reduction, names in program.weight_gradients.items()
+    }
+    coarse = replace(
+        program,
+        schedule=_join(program.schedule, groups),
+        weight_gradients=gradients,
+        is_on_demand=False,
+    )
+    return CoarseProgram(put_on_demand(coarse), parts)
+
+
+def _with_views(program: Program) -> dict[str, list[Task]]:
+    """The matmul of each weight gradient and the views of its result: they move together."""
+    tasks, needs = program.schedule.by_name, program.schedule.needs
+    groups: dict[str, list[Task]] = {}
+    for reduction, names in program.weight_gradients.items():
+        group = [tasks[names[0]]]
+        inside = {names[0]}
+        for name in names[1:]:
+            view = tasks[name]
+            is_view = view.duration_us == 0.0 and not view.writes
+            if is_view and inside.issuperset(needs[name]):
+                group.append(view)
+                inside.add(name)
+        groups[reduction] = group
+    return groups
 
 
 def _runs(program: Program) -> Iterator[list[Task]]:

@@ -79,7 +79,7 @@ class _ListScheduler:
         self.tasks = program.schedule.by_name
         self.machine = program.schedule.machine
         self.windows = program.windows
-        self.emitter = Emitter(program.schedule.tasks)
+        self.emitter = Emitter(program.schedule)
         self.clock_us = 0.0
         self.stalled_us = 0.0
         self.free_us: dict[str, float] = {}
@@ -205,12 +205,17 @@ class _ListScheduler:
             return members
         size_bytes = first.size_bytes
         longest_us = min(self.merge_us, slack_us)
+        too_large = math.inf
         for other in self.pending[self._link(first)]:
-            grown_us = self._collective_us(first, size_bytes + other.size_bytes)
             same = other.bucket_key == first.bucket_key and other.can_merge
-            if other is not first and same and grown_us <= longest_us:
+            grown = size_bytes + other.size_bytes
+            if other is first or not same or grown >= too_large:
+                continue
+            if self._collective_us(first, grown) <= longest_us:
                 members.append(other)
-                size_bytes += other.size_bytes
+                size_bytes = grown
+            else:
+                too_large = grown
         self.together.append(members)
         self.merged_us |= {member.name: 0.0 for member in members}
         self.merged_us[first.name] = self._collective_us(first, size_bytes)

@@ -139,7 +139,7 @@ def _first_that_holds(
     warnings: list[str],
 ) -> _Held | None:
     """The best plan that keeps its promise when carried out on a copy of the graph."""
-    for choice in ranking.choices:
+    for choice in ranking.choices():
         if choice.plan.policy == INPUT_ORDER:
             return None
         rehearsal, copies = _copy(graph)

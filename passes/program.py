@@ -8,11 +8,12 @@ one exception are the matmuls that make weight gradients (`defer_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+from inductor_overlap.cost_model.memory import LiveBytes
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 
@@ -72,8 +73,6 @@ class Program:
     collectives: tuple[FreeCollective, ...]
     movable: frozenset[str]
     prices: PricedCluster
-    merged_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Sizes of the collectives that were merged into buckets, by name."""
     weight_gradients: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict[str, tuple[str, ...]]
     )
@@ -108,6 +107,12 @@ class Program:
         return _find_windows(self)
 
     @cached_property
+    def memory_on_demand(self) -> MemoryOnDemand:
+        """Of a program whose tasks are in the order without overlap."""
+        assert self.is_on_demand
+        return _replay_on_demand(self)
+
+    @cached_property
     def compute_clock_us(self) -> list[float]:
         """When compute would reach each fixed task, and the end, without ever waiting."""
         costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in self.fixed)
@@ -133,11 +138,6 @@ def mergeable_by_key(
     return by_key
 
 
-def needs(task: Task) -> tuple[str, ...]:
-    """Names of the tasks that must come before ``task``: dependences and, for a wait, its start."""
-    return (*task.deps, task.collective) if task.kind == "wait" else task.deps
-
-
 @dataclass(frozen=True)
 class Windows:
     """Where the fixed tasks of a program need its free collectives.
@@ -157,44 +157,49 @@ class Windows:
 
 def _find_windows(program: Program) -> Windows:
     """Windows of every free collective; linear in tasks and dependences."""
-    tasks = program.schedule.by_name
+    needs = program.schedule.needs
     fixed = program.fixed
+    by_wait = program.by_wait
     position = {task.name: index for index, task in enumerate(fixed)}
     seen: set[str] = set()
     first_use: dict[str, int] = {}
     needed: list[tuple[str, ...]] = []
     for index, task in enumerate(fixed):
-        reached = list(_movable_ancestors(task, tasks, position, seen))
-        collectives = tuple(
-            program.by_wait[name].name for name in reached if name in program.by_wait
-        )
+        if all(name in position or name in seen for name in needs[task.name]):
+            needed.append(())
+            continue
+        reached = _movable_ancestors(task.name, needs, position, seen)
+        collectives = tuple(by_wait[name].name for name in reached if name in by_wait)
         needed.append(collectives)
         first_use.update(dict.fromkeys(collectives, index))
     ready: dict[str, int] = {}
     ready_at: dict[str, int] = {}
     for collective in program.collectives:
-        ready_at[collective.name] = _ready_at(collective.name, tasks, position, ready)
+        ready_at[collective.name] = _ready_at(collective.name, needs, position, ready)
     for collective in program.collectives:
         first_use.setdefault(collective.name, len(fixed))
     return Windows(first_use, ready_at, tuple(needed))
 
 
 def _movable_ancestors(
-    task: Task, tasks: Mapping[str, Task], position: Mapping[str, int], seen: set[str]
+    task: str, needs: Mapping[str, Sequence[str]], position: Mapping[str, int], seen: set[str]
 ) -> Iterator[str]:
     """Movable tasks that ``task`` needs and no earlier call has reached."""
-    pending = list(needs(task))
+    pending = list(needs[task])
     while pending:
         name = pending.pop()
         if name in seen or name in position:
             continue
         seen.add(name)
         yield name
-        pending += needs(tasks[name])
+        pending += needs[name]
 
 
 def _ready_at(
-    name: str, tasks: Mapping[str, Task], position: Mapping[str, int], known: dict[str, int]
+    name: str,
+    needs: Mapping[str, Sequence[str]],
+    position: Mapping[str, int],
+    known: dict[str, int],
 ) -> int:
     """Index of the first fixed task before which all that ``name`` needs can have run."""
     stack = [name]
@@ -205,9 +210,45 @@ def _ready_at(
         if current in known:
             stack.pop()
             continue
-        unknown = [need for need in needs(tasks[current]) if need not in known]
+        unknown = [need for need in needs[current] if need not in known]
         if unknown:
             stack += unknown
         else:
-            known[current] = max((known[need] for need in needs(tasks[current])), default=0)
+            known[current] = max((known[need] for need in needs[current]), default=0)
     return known[name]
+
+
+@dataclass(frozen=True)
+class MemoryOnDemand:
+    """Live bytes of the order without overlap, per fixed task; one more entry for the end.
+
+    Attributes:
+        most: most live bytes from the fixed task before it to its own end.
+        reducing: the same, only until the reductions between them have ended.
+        rest: the same, only after the reductions between them have ended.
+        reduced: live bytes once the reductions before it have ended.
+        before: live bytes once all collectives before it have been waited for.
+    """
+
+    most: list[int]
+    reducing: list[int]
+    rest: list[int]
+    reduced: list[int]
+    before: list[int]
+
+
+def _replay_on_demand(program: Program) -> MemoryOnDemand:
+    rows: list[tuple[int, int, int, int, int]] = []
+    live = LiveBytes(program.schedule)
+    reducing, rest, reduced, before = 0, 0, live.now, live.now
+    for task in program.schedule.tasks:
+        rest = max(rest, live.run(task))
+        before = live.now if task.kind == "wait" else before
+        collective = program.by_wait.get(task.name)
+        if collective is not None and not collective.is_gather:
+            reducing, rest, reduced = max(reducing, rest), 0, live.now
+        if task.name not in program.movable:
+            rows.append((max(reducing, rest), reducing, rest, reduced, before))
+            reducing, rest, reduced, before = 0, 0, live.now, live.now
+    rows.append((max(reducing, rest), reducing, rest, reduced, live.now))
+    return MemoryOnDemand(*map(list, zip(*rows, strict=True)))

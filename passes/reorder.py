@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from inductor_overlap.cost_model.schedule import Task
-from inductor_overlap.passes.program import FreeCollective, Program, needs
+from inductor_overlap.cost_model.schedule import Schedule
+from inductor_overlap.passes.program import FreeCollective, Program
 
 
 class Emitter:
     """Writes an order task by task; what a task needs and has not been written comes first."""
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
-        self._tasks = {task.name: task for task in tasks}
+    def __init__(self, schedule: Schedule) -> None:
+        self._needs = schedule.needs
         self._emitted: set[str] = set()
         self.order: list[str] = []
 
@@ -44,28 +44,35 @@ class Emitter:
                 stack.pop()
             else:
                 state[current] = False
-                stack.extend(reversed(needs(self._tasks[current])))
+                stack.extend(reversed(self._needs[current]))
         return found
 
     def emit(self, name: str) -> Sequence[str]:
         """Write ``name`` after everything it needs; returns what was written."""
+        emitted = self._emitted
+        if name in emitted:
+            return []
+        if emitted.issuperset(self._needs[name]):  # most tasks: nothing else is missing
+            emitted.add(name)
+            self.order.append(name)
+            return [name]
         written = self.missing(name)
         self.order.extend(written)
-        self._emitted.update(written)
+        emitted.update(written)
         return written
 
 
 def put_on_demand(program: Program) -> Program:
     """``program`` in the order of `order_on_demand`."""
+    if program.is_on_demand:
+        return program
     return replace(program.with_order(order_on_demand(program)), is_on_demand=True)
 
 
 def order_on_demand(program: Program) -> list[str]:
     """Gathers start just before their first reader; reductions start and end at once."""
-    if program.is_on_demand:
-        return [task.name for task in program.schedule.tasks]
     windows = program.windows
-    emitter = Emitter(program.schedule.tasks)
+    emitter = Emitter(program.schedule)
     ready = _by_index(program.reductions, windows.ready_at)
     for index, task in enumerate(program.fixed):
         for collective in ready.get(index, ()):
@@ -83,7 +90,7 @@ def order_one_ahead(program: Program) -> list[str]:
     after it, so that it does not delay the pending reduction.
     """
     windows = program.windows
-    emitter = Emitter(program.schedule.tasks)
+    emitter = Emitter(program.schedule)
     gathers = sorted(program.gathers, key=lambda gather: windows.first_use[gather.name])
     following = dict(zip([g.name for g in gathers], gathers[1:], strict=False))
     ready = _by_index(program.reductions, windows.ready_at)
@@ -131,5 +138,6 @@ def finish_order(program: Program, emitter: Emitter) -> list[str]:
     for collective in program.collectives:
         emitter.emit(collective.name)
     for task in program.schedule.tasks:
-        emitter.emit(task.name)
+        if task.name not in emitter:
+            emitter.emit(task.name)
     return emitter.order

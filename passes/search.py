@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 
 from inductor_overlap.cost_model.memory import buffer_lifetimes
@@ -27,6 +28,8 @@ from inductor_overlap.passes.reorder import order_one_ahead
 
 _SHRINK_ATTEMPTS = 4
 _MAX_LEFT_OUT = 8
+_KEPT_PROGRAMS = 4
+"""Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,9 @@ class Search:
     def __post_init__(self) -> None:
         whole = CoarseProgram(self.program, {})
         self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
-        self._bases: dict[tuple[WeightGradient, ...], Program] = {(): self.coarse.program}
         self._tried: set[Proposal] = set()
-
-    def base(self, deferred: tuple[WeightGradient, ...] = ()) -> Program:
-        """The coarse program with ``deferred`` gradients last."""
-        if deferred not in self._bases:
-            self._bases[deferred] = defer_gradients(self.coarse.program, list(deferred))
-        return self._bases[deferred]
+        self._with_gathers = lru_cache(_KEPT_PROGRAMS)(self._merge_gathers)
+        self._with_all = lru_cache(_KEPT_PROGRAMS)(self._merge_all)
 
     def best(self, number: int) -> list[Trial]:
         """The best trials within the limit, no two of the same buckets and deferral."""
@@ -122,6 +120,11 @@ class Search:
             if trial.timeline.peak_bytes <= self.memory_limit_bytes:
                 found.setdefault((trial.proposal.buckets, trial.proposal.deferred), trial)
         return list(found.values())[:number]
+
+    def step_us(self, trial: Trial) -> float:
+        """The step of ``trial``; inf if it is over the limit."""
+        fits = trial.timeline.peak_bytes <= self.memory_limit_bytes
+        return trial.timeline.step_us if fits else math.inf
 
     def try_orders(self, proposal: Proposal) -> None:
         """Try ``proposal`` in every order; while none fits, without what is largest at the peak."""
@@ -151,8 +154,26 @@ class Search:
 
     def bucketed(self, proposal: Proposal) -> Program:
         """The coarse program with the buckets and deferral of ``proposal``."""
-        base = self.base(proposal.deferred)
-        return bucket_program(base, _with_new_names(self.program, proposal.buckets))
+        return self._with_all(proposal.buckets, proposal.deferred)
+
+    def _merge_all(
+        self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
+    ) -> Program:
+        gathers, reductions = self._by_kind(buckets)
+        return bucket_program(self._with_gathers(gathers, deferred), reductions)
+
+    def _merge_gathers(
+        self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
+    ) -> Program:
+        if deferred:
+            return defer_gradients(self._with_gathers(buckets, ()), list(deferred))
+        return bucket_program(self.coarse.program, buckets)
+
+    def _by_kind(self, buckets: Iterable[Bucket]) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+        """Buckets of gathers, and of reductions, under names that no task has."""
+        named = _with_new_names(self.program, buckets)
+        gathers = tuple(b for b in named if self.program.by_name[b.members[0]].is_gather)
+        return gathers, tuple(b for b in named if b not in gathers)
 
     def finish(self, trial: Trial) -> tuple[tuple[Bucket, ...], Program]:
         """Buckets and whole program of ``trial``, in its order."""

@@ -119,11 +119,11 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
     if not search.program.reductions:
         search.try_one(proposal)
         return
-    base, bucketed = search.base(proposal.deferred), search.bucketed(proposal)
+    bucketed = search.bucketed(proposal)
     for factor in factors:
         groups: list[Group] = []
         if factor > 0.0:
-            groups = pending_together(base, bucketed, factor, search.memory_limit_bytes)
+            groups = pending_together(search.program, bucketed, factor, search.memory_limit_bytes)
         pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
         label = f"{_without_merge(proposal.label)}; reductions of {factor:g} latencies"
         search.try_one(replace(proposal, label=label, buckets=(*gathers, *pending)))
@@ -144,18 +144,27 @@ def _try_deferral(search: Search) -> None:
         return
     longest_us = max(duration_us(search.program, r) for r in search.program.reductions)
     for trial in search.best(2):
-        for amount in _DEFERRED:
-            for pick in (latest, cheapest):
+        for pick in (latest, cheapest):
+            best_us = trial.timeline.step_us
+            for amount in _DEFERRED:
                 deferred = tuple(pick(gradients, amount * longest_us))
-                _try_deferred(search, trial.proposal, deferred)
+                step_us = _try_deferred(search, trial.proposal, deferred)
+                if step_us > best_us:
+                    break
+                best_us = step_us
     for trial in search.best(1):
         _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
 
 
-def _try_deferred(search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]) -> None:
-    if deferred:
-        label = f"{_without_merge(proposal.label)}, {len(deferred)} gradients deferred"
-        _try_merged(search, replace(proposal, label=label, deferred=deferred), (_FIRST_MERGE,))
+def _try_deferred(
+    search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]
+) -> float:
+    """The step within the limit that deferring so much leads to; of nothing, 0."""
+    if not deferred:
+        return 0.0
+    label = f"{_without_merge(proposal.label)}, {len(deferred)} gradients deferred"
+    _try_merged(search, replace(proposal, label=label, deferred=deferred), (_FIRST_MERGE,))
+    return search.step_us(search.trials[-1])
 
 
 def _try_orders(search: Search) -> None:
@@ -194,7 +203,7 @@ def _first_better(search: Search, best: Trial, tries: int) -> int:
 def _gather_groups(search: Search, trial: Trial) -> list[tuple[Group, float]]:
     """Gather buckets and single gathers in order of first use, with the stall of each."""
     program = search.program
-    use = search.base(trial.proposal.deferred).windows.first_use
+    use = search.bucketed(Proposal("", deferred=trial.proposal.deferred)).windows.first_use
     buckets = _gather_buckets(search, trial.proposal)
     merged = {name for bucket in buckets for name in bucket.members}
     named: list[tuple[str, list[FreeCollective]]] = [

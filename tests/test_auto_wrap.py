@@ -60,18 +60,18 @@ def test_blocks_are_cut_at_the_first_number() -> None:
 
 def test_the_best_comes_first_and_the_input_order_last() -> None:
     ranking = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=math.inf)
-    steps = [choice.timeline.step_us for choice in ranking.choices]
+    steps = [choice.timeline.step_us for choice in ranking.choices()]
     assert steps[0] == 22 and steps[-1] == 24
     assert steps == sorted(steps)
-    assert ranking.choices[-1].plan.policy == INPUT_ORDER
-    assert ranking.choices[-1].plan.changes_nothing
+    assert list(ranking.choices())[-1].plan.policy == INPUT_ORDER
+    assert list(ranking.choices())[-1].plan.changes_nothing
     assert ranking.refused == ()
 
 
 def test_plans_over_the_limit_are_refused_with_the_reason() -> None:
     """Overlap needs both weights, 200 bytes; the input order one, 100."""
     ranking = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=150)
-    assert [choice.plan.policy for choice in ranking.choices] == [INPUT_ORDER]
+    assert [choice.plan.policy for choice in ranking.choices()] == [INPUT_ORDER]
     assert ranking.refused
 
 
@@ -84,13 +84,13 @@ def test_an_input_over_the_limit_is_no_choice() -> None:
     """Both gathers first: 200 bytes. One after the other fits 100, and is slower."""
     given = two_layers().with_order(["g0", "g1", "wait_g0", "wait_g1", "c0", "c1"])
     ranking = rank_choices(given, GreedyWrap(), memory_limit_bytes=100)
-    assert all(choice.timeline.peak_bytes <= 100 for choice in ranking.choices)
-    assert INPUT_ORDER not in [choice.plan.policy for choice in ranking.choices]
+    assert all(choice.timeline.peak_bytes <= 100 for choice in ranking.choices())
+    assert INPUT_ORDER not in [choice.plan.policy for choice in ranking.choices()]
 
 
 def test_no_wrap_has_one_choice() -> None:
     ranking = rank_choices(two_layers(), NoWrap(), memory_limit_bytes=math.inf)
-    assert [choice.plan.policy for choice in ranking.choices] == [INPUT_ORDER]
+    assert [choice.plan.policy for choice in ranking.choices()] == [INPUT_ORDER]
 
 
 # The plan itself.

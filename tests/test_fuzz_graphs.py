@@ -159,7 +159,7 @@ def test_the_predicted_program_is_the_one_that_the_graph_becomes(
         return
     outcome = overlap(gm, prices, wrap, math.inf)
     assert outcome is not None
-    predicted = {choice.plan: choice.timeline for choice in ranking.choices}
+    predicted = {choice.plan: choice.timeline for choice in ranking.choices()}
     if outcome.plan.changes_nothing:
         return
     expected = predicted[outcome.plan]

@@ -7,7 +7,7 @@ from support.programs import free, program
 from support.schedules import compute, schedule, start, wait
 
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.passes.program import Program, needs
+from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.reorder import Emitter, order_on_demand, order_one_ahead
 
 pytestmark = pytest.mark.quick
@@ -108,7 +108,7 @@ def test_windows_say_where_collectives_are_needed_and_ready() -> None:
 
 def test_an_emitter_writes_what_is_missing_once() -> None:
     given = forward()
-    emitter = Emitter(given.schedule.tasks)
+    emitter = Emitter(given.schedule)
     assert emitter.missing("c1") == ["g1", "wait_g1", "c1"]
     assert emitter.emit("c1") == ["g1", "wait_g1", "c1"]
     assert emitter.emit("c1") == [] and "g1" in emitter and "g2" not in emitter
@@ -118,5 +118,5 @@ def test_an_emitter_writes_what_is_missing_once() -> None:
 
 def test_a_wait_needs_its_start_also_if_its_dependences_do_not_say_so() -> None:
     given = forward()
-    assert needs(given.schedule.by_name["c2"]) == ("c1", "wait_g2")
-    assert "g1" in needs(given.schedule.by_name["wait_g1"])
+    assert given.schedule.needs["c2"] == ("c1", "wait_g2")
+    assert "g1" in given.schedule.needs["wait_g1"]

@@ -13,7 +13,7 @@ from support.programs import free, program
 from support.random_graphs import Recipe, build, recipes
 from support.schedules import Shape, compute, schedule, schedules, start, wait
 
-from inductor_overlap.cost_model.memory import memory_profile
+from inductor_overlap.cost_model.memory import LiveBytes, memory_profile
 from inductor_overlap.cost_model.schedule import Buffer, Schedule
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.coarsen import coarsen
@@ -27,7 +27,6 @@ from inductor_overlap.passes.defer_gradients import (
 )
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.list_schedule import list_schedule
-from inductor_overlap.passes.memory_room import LiveBytes
 from inductor_overlap.passes.partition import by_deadline, by_latency, pending_together
 from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.reorder import order_on_demand
@@ -48,7 +47,7 @@ def test_live_bytes_are_those_between_the_tasks_of_the_replay(given_schedule: Sc
     for task, during in zip(given_schedule.tasks, profile, strict=True):
         writes = sum(given_schedule.buffers[name].size_bytes for name in task.writes)
         assert live.now + writes == during
-        live.run(task)
+        assert live.run(task) == during
 
 
 # Coarse programs.
@@ -83,6 +82,26 @@ def test_compute_between_collectives_is_joined() -> None:
     assert coarse.program.schedule.by_name["a"].duration_us == 3
     assert coarse.program.schedule.buffers["a.inside"].size_bytes == 10
     assert coarse.expand(["g", "a"]) == ["g", "a", "b"]
+
+
+def test_a_weight_gradient_is_joined_with_the_views_of_its_result() -> None:
+    """dx stands between the matmul and its view; the cast writes a buffer and stays."""
+    buffers = (Buffer("x", 9), Buffer("y", 9), Buffer("w", 8), Buffer("out", 4, is_output=True))
+    tasks = (
+        compute("dw", 3, writes=("x",)),
+        compute("dx", 2, writes=("y",)),
+        compute("view", 0, "dw", reads=("x",)),
+        compute("cast", 1, "view", reads=("x",), writes=("w",)),
+        start("s", 5, "cast", reads=("w",), writes=("out",)),
+        wait("s", reads=("out",)),
+        compute("end", 1, "dx", reads=("y",)),
+    )
+    whole = program(schedule(*tasks, buffers=buffers), [free("s", "reduce_scatter", 50)])
+    coarse = coarsen(replace(whole, weight_gradients={"s": ("dw", "view", "cast")}))
+    assert coarse.parts == {"dw": ("dw", "view")}
+    assert coarse.program.weight_gradients == {"s": ("dw", "cast")}
+    names = [task.name for task in coarse.program.fixed]
+    assert names == ["dw", "dx", "cast", "end"]
 
 
 # Deferral.
