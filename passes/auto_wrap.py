@@ -100,7 +100,7 @@ def rank_choices(
     search = Search(program, memory_limit_bytes, is_coarse=isinstance(policy, AutoWrap))
     _run(search, policy, is_backward)
     fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
-    best = robust_choice(search.best(_MOST_CHOICES))
+    best = robust_choice(search.best())[:_MOST_CHOICES]
     if not fits:
         if not best:
             tried = [trial.timeline for trial in search.trials]
@@ -126,8 +126,7 @@ def _run(search: Search, policy: Policy, is_backward: bool) -> None:
 
 def _choice(search: Search, trial: Trial) -> Choice:
     buckets, program = search.finish(trial)
-    label = f"{trial.proposal.label}, {trial.proposal.order.label}"
-    plan = _plan(label, buckets, program)
+    plan = _plan(trial.proposal.label, buckets, program)
     return Choice(plan, program, simulate(program.schedule), trial.notes)
 
 
@@ -135,8 +134,8 @@ def _why_not(search: Search, unchanged: Timeline) -> tuple[str, ...]:
     """Why nothing is better than the input: of each policy's plans, the one that came nearest."""
     nearest: dict[str, Trial] = {}
     for trial in sorted(search.trials, key=lambda trial: trial.merit):
-        nearest.setdefault(trial.proposal.label, trial)
-    named = [trial for trial in nearest.values() if trial.proposal.label in _NAMED]
+        nearest.setdefault(trial.proposal.kind, trial)
+    named = [trial for trial in nearest.values() if trial.proposal.kind in _NAMED]
     return tuple(_reason(trial, unchanged, search.memory_limit_bytes) for trial in named)
 
 
@@ -144,7 +143,7 @@ _NAMED = ("single", "blocks", "greedy", "manual")
 
 
 def _reason(trial: Trial, unchanged: Timeline, limit_bytes: float) -> str:
-    label, timeline = trial.proposal.label, trial.timeline
+    label, timeline = trial.proposal.kind, trial.timeline
     if timeline.peak_bytes > limit_bytes:
         return (
             f"plan {label!r} needs {timeline.peak_bytes / 2**30:.4g} GiB, the limit is "

@@ -68,12 +68,20 @@ ORDERS = (EARLY, JUST_IN_TIME, ONE_AHEAD)
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to try: buckets, deferred gradients and an order."""
+    """What to try: buckets, deferred gradients and an order.
 
-    label: str
+    ``kind``: how it was made; ``is_moved``: its buckets were then changed by the hill climb.
+    """
+
+    kind: str
     buckets: tuple[Bucket, ...] = ()
     deferred: tuple[WeightGradient, ...] = ()
     order: Order = EARLY
+    is_moved: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}{', moved' if self.is_moved else ''}, {self.order.label}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Search:
         self._with_gathers = lru_cache(_KEPT_PROGRAMS)(self._merge_gathers)
         self._with_all = lru_cache(_KEPT_PROGRAMS)(self._merge_all)
 
-    def best(self, number: int) -> list[Trial]:
+    def best(self, number: int | None = None) -> list[Trial]:
         """The best trials within the limit, no two of the same buckets and deferral."""
         found: dict[object, Trial] = {}
         for trial in sorted(self.trials, key=lambda trial: trial.merit):

@@ -49,6 +49,9 @@ _GATHER_LATENCIES = (4.0, 16.0, 64.0, 256.0)
 """Gather buckets whose bytes take so many latencies."""
 _DEADLINE_SHARES = (math.inf, 0.06)
 """Longest gather bucket cut by deadline, as a share of all gathering."""
+_SLOWER = 1.3
+"""Gathers are cut by deadline on a clock with communication this many times as long, too: such
+plans lose least when a network turns out slower than its price."""
 _FIRST_MERGE = 16.0
 _MERGES = (0.0, 64.0, math.inf)
 """Reduction buckets that take up to so many latencies."""
@@ -105,6 +108,8 @@ def _gather_partitions(program: Program) -> Iterator[tuple[str, list[Group]]]:
     all_us = sum(duration_us(program, gather) for gather in program.gathers)
     for share in _DEADLINE_SHARES:
         yield f"gathers by deadline, at most {share:g}", by_deadline(program, share * all_us)
+    slower = replace(program, schedule=program.schedule.scaled(communication=_SLOWER))
+    yield "gathers by deadline, slower network", by_deadline(slower)
 
 
 def _try_merges(search: Search) -> None:
@@ -125,12 +130,12 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
         if factor > 0.0:
             groups = pending_together(search.program, bucketed, factor, search.memory_limit_bytes)
         pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
-        label = f"{_without_merge(proposal.label)}; reductions of {factor:g} latencies"
-        search.try_one(replace(proposal, label=label, buckets=(*gathers, *pending)))
+        kind = f"{_without_merge(proposal.kind)}; reductions of {factor:g} latencies"
+        search.try_one(replace(proposal, kind=kind, buckets=(*gathers, *pending)))
 
 
-def _without_merge(label: str) -> str:
-    return label.partition("; reductions")[0]
+def _without_merge(kind: str) -> str:
+    return kind.partition("; reductions")[0]
 
 
 def _gather_buckets(search: Search, proposal: Proposal) -> tuple[Bucket, ...]:
@@ -162,8 +167,8 @@ def _try_deferred(
     """The step within the limit that deferring so much leads to; of nothing, 0."""
     if not deferred:
         return 0.0
-    label = f"{_without_merge(proposal.label)}, {len(deferred)} gradients deferred"
-    _try_merged(search, replace(proposal, label=label, deferred=deferred), (_FIRST_MERGE,))
+    kind = f"{_without_merge(proposal.kind)}, {len(deferred)} gradients deferred"
+    _try_merged(search, replace(proposal, kind=kind, deferred=deferred), (_FIRST_MERGE,))
     return search.step_us(search.trials[-1])
 
 
@@ -189,11 +194,10 @@ def _first_better(search: Search, best: Trial, tries: int) -> int:
     """Try neighbours of ``best`` until one is better; returns how many were tried."""
     gathers = _gather_buckets(search, best.proposal)
     rest = [bucket for bucket in best.proposal.buckets if bucket not in gathers]
-    label = f"{best.proposal.label.removesuffix(', moved')}, moved"
     tried = 0
     for groups in islice(_neighbours(_gather_groups(search, best)), tries):
         buckets = (*to_buckets(groups), *rest)
-        search.try_one(replace(best.proposal, label=label, buckets=buckets))
+        search.try_one(replace(best.proposal, buckets=buckets, is_moved=True))
         tried += 1
         if search.trials[-1].merit < best.merit and search.best(1)[0] is not best:
             break

@@ -257,12 +257,13 @@ def test_reductions_that_wait_for_the_link_go_together() -> None:
 def test_of_two_equal_plans_the_one_with_slack_comes_first() -> None:
     """Both take 100 us; one hides 99 us of communication behind 100 of compute, one 10."""
 
-    def trial(duration_us: float) -> Trial:
+    def trial(kind: str, duration_us: float) -> Trial:
         tasks = (start("g", duration_us), compute("c", 100), wait("g"))
         given_schedule = schedule(*tasks)
-        return Trial(Proposal("x"), given_schedule, simulate(given_schedule))
+        return Trial(Proposal(kind), given_schedule, simulate(given_schedule))
 
-    tight, loose = trial(99), trial(10)
+    tight, loose = trial("tight", 99), trial("loose", 10)
     assert robust_choice([tight, loose]) == [loose, tight]
+    assert robust_choice([tight, trial("tight", 10)])[0] == tight  # one of a kind
     far = replace(loose, timeline=replace(loose.timeline, step_us=110.0))
     assert robust_choice([tight, far]) == [tight, far]
