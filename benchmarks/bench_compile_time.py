@@ -33,7 +33,7 @@ from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh
 from traced_models import copy_of, llama, trace_case
 
-from inductor_overlap import plugin
+from inductor_overlap import inductor_passes, plugin
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
@@ -136,8 +136,8 @@ def whole_compile() -> str:
 
 @contextmanager
 def _timed(name: str, spent: list[float]) -> Iterator[None]:
-    """Adds the CPU seconds of calls of ``plugin.name`` to ``spent``."""
-    original: Callable[..., Any] = getattr(plugin, name)
+    """Adds the CPU seconds of calls of ``inductor_passes.name`` to ``spent``."""
+    original: Callable[..., Any] = getattr(inductor_passes, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin_s = time.process_time()
@@ -146,7 +146,7 @@ def _timed(name: str, spent: list[float]) -> Iterator[None]:
         finally:
             spent.append(time.process_time() - begin_s)
 
-    with patch.object(plugin, name, timed):
+    with patch.object(inductor_passes, name, timed):
         yield
 
 

@@ -28,8 +28,8 @@ from torch.distributed.distributed_c10d import get_process_group_ranks
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fusion import node_bytes
 from inductor_overlap.cost_model.pricing import ClusterCostModel, PricedCluster
+from inductor_overlap.inductor_passes import ReshardParameters
 from inductor_overlap.passes.fx_ops import arguments, collective_kind, is_start, is_wait, payload
-from inductor_overlap.plugin import ReshardParameters
 from inductor_overlap.settings import Settings
 
 _OPTIONS = "aten_distributed_optimizations."

@@ -40,8 +40,8 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, default_cluster
+from inductor_overlap.inductor_passes import KeepGathered, NameParameters, ReshardParameters
 from inductor_overlap.optimize import overlap_and_report
-from inductor_overlap.plugin import KeepGathered, NameParameters, ReshardParameters
 from inductor_overlap.report import Report
 from inductor_overlap.settings import Reshard, Settings, Wrap
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp

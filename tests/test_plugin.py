@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 import inductor_overlap as io
-from inductor_overlap import plugin
+from inductor_overlap import inductor_passes, plugin
 
 pytestmark = pytest.mark.quick
 
@@ -75,13 +75,13 @@ def test_options_keep_passes_that_are_there() -> None:
     with inductor_config.patch(post_grad_custom_post_pass=other):
         first, second = io.options()["post_grad_custom_post_pass"]
     assert first is other
-    assert isinstance(second, plugin.OverlapGraph)
+    assert isinstance(second, inductor_passes.OverlapGraph)
 
 
 def test_a_scheduler_pass_that_is_there_runs_first() -> None:
     with inductor_config.patch({SCHEDULER_HOOK: OtherSchedulerPass()}):
         chained = io.options(wrap="none")[SCHEDULER_HOOK]
-    assert isinstance(chained, plugin.OverlapScheduler)
+    assert isinstance(chained, inductor_passes.OverlapScheduler)
     assert chained([1, 2, 3]) == [3, 2, 1]
 
 
@@ -99,7 +99,7 @@ def test_enable_sets_what_options_sets_and_disable_takes_it_back() -> None:
     io.enable(wrap="greedy")
     assert [type(p) for p in hooks()["post_grad_custom_post_pass"]] == [
         OtherPass,
-        plugin.OverlapGraph,
+        inductor_passes.OverlapGraph,
     ]
     io.disable()
     assert hooks() == {

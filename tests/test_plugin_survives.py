@@ -12,9 +12,9 @@ from support.graphs import GraphBuilder, fingerprint, two_linear_layers
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inductor_overlap import plugin
+from inductor_overlap import inductor_passes
+from inductor_overlap.inductor_passes import OverlapGraph, OverlapScheduler
 from inductor_overlap.passes.manual_wrap import WrapError
-from inductor_overlap.plugin import OverlapGraph, OverlapScheduler
 from inductor_overlap.settings import Settings
 
 pytestmark = pytest.mark.quick
@@ -35,17 +35,19 @@ def graph_pass() -> OverlapGraph:
 def test_a_fault_in_planning_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = two_linear_layers(GraphBuilder()).graph
     before = fingerprint(graph)
-    monkeypatch.setattr(plugin, "overlap_and_report", failing_with(ValueError("a fault of ours")))
+    monkeypatch.setattr(
+        inductor_passes, "overlap_and_report", failing_with(ValueError("a fault of ours"))
+    )
     graph_pass()(graph)
     assert fingerprint(graph) == before
-    monkeypatch.setattr(plugin, "overlap_and_report", failing_with(WrapError("yours")))
+    monkeypatch.setattr(inductor_passes, "overlap_and_report", failing_with(WrapError("yours")))
     with pytest.raises(WrapError, match="yours"):
         graph_pass()(graph)
 
 
 def test_a_fault_in_ordering_kernels_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = two_linear_layers(GraphBuilder()).graph
-    monkeypatch.setattr(plugin, "overlap_snodes", failing_with(KeyError("buf0")))
+    monkeypatch.setattr(inductor_passes, "overlap_snodes", failing_with(KeyError("buf0")))
     snodes: list[Any] = [object(), object()]
     with V.set_graph_handler(cast("Any", SimpleNamespace(graph=graph))):
         assert OverlapScheduler(Settings(), None)(snodes) is snodes
