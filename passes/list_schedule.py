@@ -84,10 +84,10 @@ class _ListScheduler:
         self.stalled_us = 0.0
         self.free_us: dict[str, float] = {}
         self.end_us: dict[str, float] = {}
-        self.in_flight: deque[FreeCollective] = deque()
+        self.in_flight: dict[str, FreeCollective] = {}
         self.room = MemoryRoom(program, limit_bytes)
         self.gathers = self._gather_queues()
-        self.pending: dict[str, deque[FreeCollective]] = {link: deque() for link in self._links()}
+        self.pending: dict[str, dict[str, FreeCollective]] = {link: {} for link in self._links()}
         self.ready = self._ready_reductions()
         self.latest_us = self._latest_starts()
 
@@ -148,7 +148,7 @@ class _ListScheduler:
         for reduction in self.ready.get(index, ()):
             if reduction.name in self.emitter:  # something needed it before its turn
                 continue
-            self.pending[self._link(reduction)].append(reduction)
+            self.pending[self._link(reduction)][reduction.name] = reduction
 
     def _serve(self, index: int) -> None:
         """Start and wait for what the fixed task needs now."""
@@ -171,8 +171,9 @@ class _ListScheduler:
         gather = self._next_gather(link)
         if gather is not None:
             gather = self._admissible(gather, link, index)
-        pending = self.pending[link]
-        reduction = pending[0] if pending and self._can_start(pending[0], index) else None
+        reduction = _oldest(self.pending[link])
+        if reduction is not None and not self._can_start(reduction, index):
+            reduction = None
         if gather is None or reduction is None:
             return reduction if gather is None else gather
         return (
@@ -206,7 +207,7 @@ class _ListScheduler:
         size_bytes = first.size_bytes
         longest_us = min(self.merge_us, slack_us)
         too_large = math.inf
-        for other in self.pending[self._link(first)]:
+        for other in self.pending[self._link(first)].values():
             same = other.bucket_key == first.bucket_key and other.can_merge
             grown = size_bytes + other.size_bytes
             if other is first or not same or grown >= too_large:
@@ -232,7 +233,7 @@ class _ListScheduler:
             return None
         if collective.is_gather:
             return self._admissible(collective, link, index)
-        can_start = collective in self.pending[link] and self._is_reducible(collective)
+        can_start = collective.name in self.pending[link] and self._is_reducible(collective)
         return collective if can_start else None
 
     def _can_start(self, reduction: FreeCollective, index: int) -> bool:
@@ -298,9 +299,8 @@ class _ListScheduler:
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return
-        if collective in self.pending[link]:
-            self.pending[link].remove(collective)
-            self.in_flight.append(collective)
+        if self.pending[link].pop(task.name, None) is not None:
+            self.in_flight[task.name] = collective
         elif collective.is_gather and index is not None:
             self.room.reserve(collective, index, self.windows.first_use[collective.name])
 
@@ -308,19 +308,17 @@ class _ListScheduler:
         end_us = self.end_us[task.collective]
         self.stalled_us += max(0.0, end_us - self.clock_us)
         self.clock_us = max(self.clock_us, end_us)
-        collective = self.program.by_name.get(task.collective)
-        if collective is not None and collective in self.in_flight:
-            self.in_flight.remove(collective)
+        self.in_flight.pop(task.collective, None)
 
     def _retire_for_memory(self, index: int) -> None:
         """Wait for the oldest reductions until the task and those still pending fit."""
         while self.room.is_full(index):
             if not self.in_flight and not self._start_oldest_pending():
                 return
-            self._emit(self.in_flight[0].wait)
+            self._retire_oldest()
 
     def _start_oldest_pending(self) -> bool:
-        oldest = [queue[0] for queue in self.pending.values() if queue]
+        oldest = [reduction for queue in self.pending.values() if (reduction := _oldest(queue))]
         if not oldest:
             return False
         reduction = min(oldest, key=lambda reduction: self.windows.ready_at[reduction.name])
@@ -328,16 +326,24 @@ class _ListScheduler:
         return True
 
     def _retire_finished(self) -> bool:
-        if not self.in_flight or self.end_us[self.in_flight[0].name] > self.clock_us:
+        oldest = _oldest(self.in_flight)
+        if oldest is None or self.end_us[oldest.name] > self.clock_us:
             return False
-        self._emit(self.in_flight[0].wait)
+        self._emit(oldest.wait)
         return True
+
+    def _retire_oldest(self) -> None:
+        self._emit(next(iter(self.in_flight.values())).wait)
 
     def _drain(self) -> None:
         end = len(self.program.fixed)
         for queue in self.pending.values():
-            while queue:
-                while self.in_flight and not self._has_room(queue[0], end):
-                    self._emit(self.in_flight[0].wait)
-                for member in self._merge(queue[0]):
+            while (oldest := _oldest(queue)) is not None:
+                while self.in_flight and not self._has_room(oldest, end):
+                    self._retire_oldest()
+                for member in self._merge(oldest):
                     self._emit(member.name)
+
+
+def _oldest(queue: dict[str, FreeCollective]) -> FreeCollective | None:
+    return next(iter(queue.values()), None)

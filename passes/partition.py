@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
 
 from inductor_overlap.passes.list_schedule import reductions_together
 from inductor_overlap.passes.manual_wrap import make_buckets
@@ -51,7 +50,8 @@ def by_latency(program: Program, factor: float, *, pool_tiny: bool = True) -> li
         tiny = [g for g in gathers if pool_tiny and _wire_us(program, g) < _TINY * latency_us]
         if len(tiny) > 1:
             groups.append(tiny)
-            gathers = [gather for gather in gathers if gather not in tiny]
+            pooled = {gather.name for gather in tiny}
+            gathers = [gather for gather in gathers if gather.name not in pooled]
         groups += _close_at(program, gathers, factor * latency_us)
     return groups
 
@@ -70,13 +70,10 @@ def _close_at(program: Program, gathers: Group, wire_us: float) -> list[Group]:
     return [*groups, current] if current else groups
 
 
-class _State(NamedTuple):
-    """After the first gathers: when the link is free, and how late compute is."""
-
-    link_us: float
-    delay_us: float
-    begin: int
-    before: _State | None
+# A plain tuple: there are hundreds of thousands of them.
+_State = tuple[float, float, int, "_State | None"]
+"""After the first gathers: when the link is free, how late compute is, and where the last group
+begins, after what."""
 
 
 def by_deadline(program: Program, longest_us: float = math.inf) -> list[Group]:
@@ -102,19 +99,20 @@ def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> lis
         for gather in gathers
     ]
     states: list[list[_State]] = [[] for _ in range(len(gathers) + 1)]
-    states[0] = [_State(0.0, 0.0, 0, None)]
+    states[0] = [(0.0, 0.0, 0, None)]
     for begin in range(len(gathers)):
         for state in _best_states(states[begin]):
-            link_us, copies_us = state.link_us + latency_us, 0.0
+            link_us, copies_us = state[0] + latency_us, 0.0
+            most_us = link_us + longest_us
             for end in range(begin + 1, min(len(gathers), begin + _LONGEST_GROUP) + 1):
                 link_us += wire_us[end - 1]
                 copies_us += copy_us[end - 1]
-                if end > begin + 1 and link_us - state.link_us - latency_us > longest_us:
+                if end > begin + 1 and link_us > most_us:
                     break
-                delay_us = max(state.delay_us, link_us - due_us[begin])
+                delay_us = max(state[1], link_us - due_us[begin])
                 delay_us += copies_us if end > begin + 1 else 0.0
-                states[end].append(_State(link_us, delay_us, begin, state))
-    last = min(states[-1], key=lambda state: (state.delay_us, state.link_us))
+                states[end].append((link_us, delay_us, begin, state))
+    last = min(states[-1], key=itemgetter(1, 0))
     return _groups_of(gathers, last)
 
 
@@ -122,7 +120,7 @@ def _best_states(states: list[_State]) -> list[_State]:
     """Those that no other beats both on the link and in compute; of many, some of each kind."""
     best: list[_State] = []
     for state in sorted(states, key=itemgetter(0, 1)):
-        if not best or state.delay_us < best[-1].delay_us:
+        if not best or state[1] < best[-1][1]:
             best.append(state)
     if len(best) <= _MOST_STATES:
         return best
@@ -131,10 +129,11 @@ def _best_states(states: list[_State]) -> list[_State]:
 
 
 def _groups_of(gathers: Group, last: _State) -> list[Group]:
-    cuts, state = [len(gathers)], last
-    while state.before is not None:
-        cuts.append(state.begin)
-        state = state.before
+    cuts = [len(gathers)]
+    _, _, begin, before = last
+    while before is not None:
+        cuts.append(begin)
+        _, _, begin, before = before
     return [gathers[begin:end] for end, begin in pairwise(cuts)][::-1]
 
 
