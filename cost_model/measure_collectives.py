@@ -209,11 +209,12 @@ def synchronise(device: torch.device) -> None:
 def _collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """A call of ``kind`` whose nccl-tests size is ``items`` fp32 values."""
     start = start_collective(kind, items, device)
-    wait = cast("Callable[[torch.Tensor], torch.Tensor]", _FUNCTIONAL.wait_tensor)
-    return lambda: wait(start())
+    return lambda: wait_tensor(start())
 
 
 _FUNCTIONAL: Any = torch.ops._c10d_functional
+wait_tensor = cast("Callable[[torch.Tensor], torch.Tensor]", _FUNCTIONAL.wait_tensor)
+"""Stalls until the collective that writes its argument has ended."""
 
 
 def start_collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:

@@ -26,6 +26,7 @@ from inductor_overlap.cost_model.measure_collectives import (
     slowest_us,
     start_collective,
     undisturbed,
+    wait_tensor,
 )
 from inductor_overlap.cost_model.measurements import (
     AttentionMeasurement,
@@ -196,9 +197,8 @@ def _size_within(limit_us: float, kind: str, time_of_us: Callable[[str, int], fl
 
 def _contention(kind: str, size_bytes: int) -> float:
     start = start_collective(kind, size_bytes // 4, _CPU)
-    wait = cast("Callable[[torch.Tensor], torch.Tensor]", torch.ops._c10d_functional.wait_tensor)
     matmul, _ = _matmul(torch.ones(256, 512), torch.ones(512, 512), "fp32")
-    alone_us = _together_us(lambda: wait(start()))
+    alone_us = _together_us(lambda: wait_tensor(start()))
     runs = 1 + int(1.5 * alone_us / slowest_us(_mean_us(matmul, 10), _CPU))
 
     def compute() -> None:
@@ -208,7 +208,7 @@ def _contention(kind: str, size_bytes: int) -> float:
     def overlapped() -> None:
         pending = start()
         compute()
-        wait(pending)
+        wait_tensor(pending)
 
     hidden_us = alone_us + _together_us(compute) - _together_us(overlapped)
     factor = alone_us / max(hidden_us, alone_us / MOST_CONTENTION)

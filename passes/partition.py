@@ -4,7 +4,7 @@ Merging saves a latency on the link and costs copies on the compute queue, so wh
 which of the two is the bottleneck, and that may change along a graph:
 
 * `by_latency` closes a bucket when its bytes take some multiple of a latency: one number that fits
-  slow and fast links alike. What is tiny everywhere (norms) may share one bucket of its own.
+  slow and fast links alike. What is tiny everywhere (norms) shares one bucket of its own.
 * `by_deadline` finds, for gathers alone, the boundaries after which compute reaches the end first:
   dynamic programming over what the link and compute have done, without a memory limit.
 * `pending_together` merges the reductions that wait for the link at the same time.
@@ -39,15 +39,15 @@ def to_buckets(groups: Iterable[Group]) -> list[Bucket]:
     return make_buckets((str(index), c) for index, group in enumerate(groups) for c in group)
 
 
-def by_latency(program: Program, factor: float, *, pool_tiny: bool = True) -> list[Group]:
+def by_latency(program: Program, factor: float) -> list[Group]:
     """Gathers in order of first use; a group's bytes take about ``factor`` latencies.
 
-    A gather that takes as long by itself stays alone.
+    A gather that takes as long by itself stays alone; all that are tiny share one group.
     """
     groups: list[Group] = []
     for gathers in _mergeable_gathers(program):
         latency_us = _latency_us(program, gathers)
-        tiny = [g for g in gathers if pool_tiny and _wire_us(program, g) < _TINY * latency_us]
+        tiny = [g for g in gathers if _wire_us(program, g) < _TINY * latency_us]
         if len(tiny) > 1:
             groups.append(tiny)
             pooled = {gather.name for gather in tiny}

@@ -191,7 +191,8 @@ def test_tiny_gathers_share_a_bucket() -> None:
     """Less than a quarter of a latency: 2 us."""
     given_program = gathers((2, 1), (30, 1), (2, 1), (30, 1))
     assert sizes(by_latency(given_program, 1.0)) == [2, 1, 1]
-    assert sizes(by_latency(given_program, 1.0, pool_tiny=False)) == [1, 1, 1, 1]
+    few = gathers((3, 1), (30, 1), (3, 1), (30, 1))  # not tiny, and never neighbours
+    assert sizes(by_latency(few, 1.0)) == [1, 1, 1, 1]
 
 
 def delay_us(layers: tuple[tuple[float, float], ...], groups: list[int]) -> float:
