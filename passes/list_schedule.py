@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Task
-from inductor_overlap.passes.memory_room import MemoryRoom, start_bytes
+from inductor_overlap.passes.memory_room import MemoryRoom
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.reorder import Emitter, finish_order
 
@@ -30,6 +30,7 @@ def list_schedule(
     *,
     memory_limit_bytes: float = math.inf,
     prefetch_us: float = math.inf,
+    reductions_first: bool = False,
     issue_order: Sequence[str] = (),
 ) -> list[str]:
     """Task names in an order that keeps the queues busy.
@@ -39,9 +40,14 @@ def list_schedule(
         memory_limit_bytes: live bytes that no early start or late wait may exceed.
         prefetch_us: a gather starts at most this long before its latest safe start; smaller
             values cost less memory and absorb less error in the costs.
+        reductions_first: a pending reduction goes before a gather whatever the slack. Where
+            communication is the bottleneck every gather is late, and gathers that start first take
+            the memory in which reductions could overlap.
         issue_order: names of all starts, fixed ones included, in the order to keep; empty: free.
     """
-    return _ListScheduler(program, memory_limit_bytes, prefetch_us, issue_order).run()
+    scheduler = _ListScheduler(program, memory_limit_bytes, issue_order)
+    scheduler.prefetch_us, scheduler.reductions_first = prefetch_us, reductions_first
+    return scheduler.run()
 
 
 def reductions_together(
@@ -56,7 +62,8 @@ def reductions_together(
         longest_us: a bucket closes before it takes longer than this.
         memory_limit_bytes: as in `list_schedule`.
     """
-    scheduler = _ListScheduler(program, memory_limit_bytes, math.inf, (), longest_us)
+    scheduler = _ListScheduler(program, memory_limit_bytes)
+    scheduler.merge_us = longest_us
     scheduler.run()
     return scheduler.together
 
@@ -66,14 +73,13 @@ class _ListScheduler:
         self,
         program: Program,
         limit_bytes: float,
-        prefetch_us: float,
-        issue_order: Sequence[str],
-        merge_us: float = 0.0,
+        issue_order: Sequence[str] = (),
     ) -> None:
         self.program = program
         self.issue_order = deque(issue_order)
-        self.prefetch_us = prefetch_us
-        self.merge_us = merge_us
+        self.prefetch_us = math.inf
+        self.reductions_first = False
+        self.merge_us = 0.0
         self.together: list[list[FreeCollective]] = []
         self.merged_us: dict[str, float] = {}
         self.tasks = program.schedule.by_name
@@ -176,9 +182,8 @@ class _ListScheduler:
             reduction = None
         if gather is None or reduction is None:
             return reduction if gather is None else gather
-        return (
-            reduction if self.tasks[reduction.name].duration_us <= self._slack_us(link) else gather
-        )
+        has_slack = self.tasks[reduction.name].duration_us <= self._slack_us(link)
+        return reduction if has_slack or self.reductions_first else gather
 
     def _slack_us(self, link: str) -> float:
         """How long the link may do other things before the next gather must start."""
@@ -247,7 +252,8 @@ class _ListScheduler:
 
     def _has_room(self, reduction: FreeCollective, index: int) -> bool:
         before = [self.tasks[name] for name in self.emitter.missing(reduction.name)[:-1]]
-        return self.room.has_room(index, start_bytes(reduction), before)
+        size_bytes = reduction.output_bytes + self.program.prepared_bytes[reduction.name]
+        return self.room.has_room(index, size_bytes, before)
 
     def _is_reducible(self, reduction: FreeCollective) -> bool:
         """False while the reduction that this one continues (HSDP) is still on the wire."""

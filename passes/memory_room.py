@@ -28,6 +28,7 @@ class MemoryRoom:
         self.live = LiveBytes(program.schedule)
         self.limit_bytes = limit_bytes
         self._on_demand = put_on_demand(program).memory_on_demand
+        self._prepared = program.prepared_bytes
         self._reserved = [0] * len(self._on_demand.most)
 
     def held_bytes(self, index: int, *, is_served: bool = True) -> int:
@@ -49,7 +50,7 @@ class MemoryRoom:
 
         ``first``: tasks that run before it (packing) and free what they are the last to read.
         """
-        reserved = self._on_demand.rest[index] + self._reserved[index]
+        reserved = self._on_demand.own[index] + self._reserved[index]
         needed = reserved + size_bytes + self.held_bytes(index)
         fits_now = self.live.now + size_bytes <= self.limit_bytes
         return fits_now and needed - self.live.freed_by(first) <= self.limit_bytes
@@ -57,25 +58,19 @@ class MemoryRoom:
     def admits(self, gather: FreeCollective, index: int, use: int) -> bool:
         """True if ``gather`` may start before the fixed task of ``index`` for that of ``use``."""
         reserved, known = self._reserved, self._on_demand
-        now = known.rest[index] + reserved[index] if index < use else 0
+        now = known.own[index] + reserved[index] if index < use else 0
         between = slice(index + 1, use)
         later = max(map(add, known.most[between], reserved[between]), default=0)
         last = known.reducing[use] + reserved[use] if index < use else 0
-        needed = early_bytes(gather) + max(now, later, last)
+        needed = self._early_bytes(gather) + max(now, later, last)
         return needed + self.held_bytes(index) <= self.limit_bytes
 
     def reserve(self, gather: FreeCollective, index: int, use: int) -> None:
         """Keep in mind that ``gather`` is live from ``index`` up to its use."""
-        size_bytes = early_bytes(gather)
+        size_bytes = self._early_bytes(gather)
         for at in range(index, use):
             self._reserved[at] += size_bytes
 
-
-def early_bytes(gather: FreeCollective) -> int:
-    """What a gather holds before its first use: its output, for a bucket its packed input too."""
-    return gather.output_bytes + (gather.input_bytes if gather.members else 0)
-
-
-def start_bytes(reduction: FreeCollective) -> int:
-    """What starting a reduction allocates: its output, for a bucket its packed input too."""
-    return reduction.output_bytes + (reduction.input_bytes if reduction.members else 0)
+    def _early_bytes(self, gather: FreeCollective) -> int:
+        """What a gather holds before its first use: its output, and what was packed or cast."""
+        return gather.output_bytes + self._prepared[gather.name]

@@ -113,6 +113,24 @@ class Program:
         return _replay_on_demand(self)
 
     @cached_property
+    def prepared_bytes(self) -> dict[str, int]:
+        """Free collective -> bytes that what moves with its start writes: packing, casts."""
+        return {c.name: self._prepared_bytes(c.name) for c in self.collectives}
+
+    def _prepared_bytes(self, name: str) -> int:
+        tasks, needs = self.schedule.by_name, self.schedule.needs
+        found: set[str] = set()
+        pending = list(needs[name])
+        while pending:
+            current = pending.pop()
+            is_own = current in self.movable and tasks[current].kind == "compute"
+            if is_own and current not in found:
+                found.add(current)
+                pending += needs[current]
+        written = (buffer for task in found for buffer in tasks[task].writes)
+        return sum(self.schedule.buffers[buffer].size_bytes for buffer in written)
+
+    @cached_property
     def compute_clock_us(self) -> list[float]:
         """When compute would reach each fixed task, and the end, without ever waiting."""
         costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in self.fixed)
@@ -226,6 +244,7 @@ class MemoryOnDemand:
         most: most live bytes from the fixed task before it to its own end.
         reducing: the same, only until the reductions between them have ended.
         rest: the same, only after the reductions between them have ended.
+        own: the same, only after all collectives before it have been waited for.
         reduced: live bytes once the reductions before it have ended.
         before: live bytes once all collectives before it have been waited for.
     """
@@ -233,22 +252,25 @@ class MemoryOnDemand:
     most: list[int]
     reducing: list[int]
     rest: list[int]
+    own: list[int]
     reduced: list[int]
     before: list[int]
 
 
 def _replay_on_demand(program: Program) -> MemoryOnDemand:
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int, int]] = []
     live = LiveBytes(program.schedule)
-    reducing, rest, reduced, before = 0, 0, live.now, live.now
+    reducing, rest, own, reduced, before = 0, 0, 0, live.now, live.now
     for task in program.schedule.tasks:
-        rest = max(rest, live.run(task))
-        before = live.now if task.kind == "wait" else before
+        during = live.run(task)
+        rest, own = max(rest, during), max(own, during)
+        if task.kind == "wait":
+            own, before = 0, live.now
         collective = program.by_wait.get(task.name)
         if collective is not None and not collective.is_gather:
             reducing, rest, reduced = max(reducing, rest), 0, live.now
         if task.name not in program.movable:
-            rows.append((max(reducing, rest), reducing, rest, reduced, before))
-            reducing, rest, reduced, before = 0, 0, live.now, live.now
-    rows.append((max(reducing, rest), reducing, rest, reduced, live.now))
+            rows.append((max(reducing, rest), reducing, rest, own, reduced, before))
+            reducing, rest, own, reduced, before = 0, 0, 0, live.now, live.now
+    rows.append((max(reducing, rest), reducing, rest, own, reduced, live.now))
     return MemoryOnDemand(*map(list, zip(*rows, strict=True)))

@@ -40,12 +40,14 @@ class Order:
         label: for the plan's name.
         window: a gather starts at most this many times the longest gather before it must.
         communication: the scheduler plans with collectives this many times as long.
+        reductions_first: a pending reduction always goes before the next gather.
         one_ahead: prefetch distance of one instead.
     """
 
     label: str
     window: float = math.inf
     communication: float = 1.0
+    reductions_first: bool = False
     one_ahead: bool = False
 
     def write(self, program: Program, memory_limit_bytes: float) -> list[str]:
@@ -56,14 +58,18 @@ class Order:
             schedule = program.schedule.scaled(communication=self.communication)
             slower = replace(program, schedule=schedule)
         longest_us = max((duration_us(slower, g) for g in program.gathers), default=0.0)
-        window_us = self.window * longest_us if longest_us else math.inf
-        return list_schedule(slower, memory_limit_bytes=memory_limit_bytes, prefetch_us=window_us)
+        return list_schedule(
+            slower,
+            memory_limit_bytes=memory_limit_bytes,
+            prefetch_us=self.window * longest_us if longest_us else math.inf,
+            reductions_first=self.reductions_first,
+        )
 
 
 EARLY = Order("early")
 JUST_IN_TIME = Order("just in time", window=2.0)
+REDUCTIONS_FIRST = Order("reductions first", reductions_first=True)
 ONE_AHEAD = Order("one ahead", one_ahead=True)
-ORDERS = (EARLY, JUST_IN_TIME, ONE_AHEAD)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,11 @@ class Search:
         fits = trial.timeline.peak_bytes <= self.memory_limit_bytes
         return trial.timeline.step_us if fits else math.inf
 
+    def orders(self) -> tuple[Order, ...]:
+        """Orders that differ on this program."""
+        by_kind = (REDUCTIONS_FIRST,) if self.program.reductions else ()
+        return (EARLY, JUST_IN_TIME, *by_kind, ONE_AHEAD)
+
     def try_orders(self, proposal: Proposal) -> None:
         """Try ``proposal`` in every order; while none fits, without what is largest at the peak."""
         notes: list[str] = []
@@ -141,7 +152,7 @@ class Search:
             bucketed = self.bucketed(proposal)
             trials = [
                 self._try(replace(proposal, order=order), bucketed, tuple(notes))
-                for order in ORDERS
+                for order in self.orders()
             ]
             self.trials += trials
             least = min(trials, key=lambda trial: trial.timeline.peak_bytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -37,7 +37,6 @@ from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.search import (
     EARLY,
-    JUST_IN_TIME,
     Order,
     Proposal,
     Search,
@@ -57,8 +56,7 @@ _MERGES = (0.0, 64.0, math.inf)
 """Reduction buckets that take up to so many latencies."""
 _DEFERRED = (0.5, 1.0, 2.0, 4.0, math.inf)
 """Deferred compute, in multiples of the longest reduction."""
-_ORDERS = (
-    JUST_IN_TIME,
+_SLOWER_ORDERS = (
     Order("early, slower network", communication=1.15),
     Order("early, much slower network", communication=1.3),
 )
@@ -118,11 +116,16 @@ def _try_merges(search: Search) -> None:
 
 
 def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> None:
-    """Try ``proposal`` with what is pending together merged, up to so many latencies each."""
+    """Try ``proposal`` with what is pending together merged, up to so many latencies each.
+
+    Gathers start early; where memory or the network are tight, other orders are better, so that of
+    the best plan so far is tried too.
+    """
     gathers = _gather_buckets(search, proposal)
-    proposal = replace(proposal, buckets=gathers, order=EARLY)
+    orders = dict.fromkeys((EARLY, *(trial.proposal.order for trial in search.best(1))))
+    proposal = replace(proposal, buckets=gathers)
     if not search.program.reductions:
-        search.try_one(proposal)
+        _try_each(search, proposal, orders)
         return
     bucketed = search.bucketed(proposal)
     for factor in factors:
@@ -131,7 +134,12 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
             groups = pending_together(search.program, bucketed, factor, search.memory_limit_bytes)
         pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
         kind = f"{_without_merge(proposal.kind)}; reductions of {factor:g} latencies"
-        search.try_one(replace(proposal, kind=kind, buckets=(*gathers, *pending)))
+        _try_each(search, replace(proposal, kind=kind, buckets=(*gathers, *pending)), orders)
+
+
+def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> None:
+    for order in orders:
+        search.try_one(replace(proposal, order=order))
 
 
 def _without_merge(kind: str) -> str:
@@ -168,14 +176,14 @@ def _try_deferred(
     if not deferred:
         return 0.0
     kind = f"{_without_merge(proposal.kind)}, {len(deferred)} gradients deferred"
+    before = len(search.trials)
     _try_merged(search, replace(proposal, kind=kind, deferred=deferred), (_FIRST_MERGE,))
-    return search.step_us(search.trials[-1])
+    return min(map(search.step_us, search.trials[before:]), default=math.inf)
 
 
 def _try_orders(search: Search) -> None:
     for trial in search.best(2):
-        for order in _ORDERS:
-            search.try_one(replace(trial.proposal, order=order))
+        _try_each(search, trial.proposal, (*search.orders(), *_SLOWER_ORDERS))
 
 
 def _climb(search: Search) -> None:

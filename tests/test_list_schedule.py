@@ -55,6 +55,25 @@ def test_a_gather_starts_early_only_within_the_limit(limit: int, expected_us: fl
     assert simulate(given.with_order(order).schedule).peak_bytes <= limit
 
 
+@pytest.mark.parametrize(("limit", "expected_us"), [(225, 32), (224, 42)])
+def test_what_a_gather_is_cast_from_counts_too(limit: int, expected_us: float) -> None:
+    """Beside c1 live both parameters, 200 bytes, and the 25 that g2's cast has written."""
+    given = two_layers()
+    casts = [compute(f"cast{i}", 1, writes=(f"shard{i}",)) for i in (1, 2)]
+    starts = {
+        f"g{i}": replace(given.schedule.by_name[f"g{i}"], deps=(f"cast{i}",), reads=(f"shard{i}",))
+        for i in (1, 2)
+    }
+    tasks = [starts.get(task.name, task) for task in given.schedule.tasks]
+    buffers = [*given.schedule.buffers.values(), Buffer("shard1", 25), Buffer("shard2", 25)]
+    changed = schedule(casts[0], *tasks[:3], casts[1], *tasks[3:], buffers=tuple(buffers))
+    given = replace(given, schedule=changed, movable=given.movable | {"cast1", "cast2"})
+    assert given.prepared_bytes == {"g1": 25, "g2": 25}
+    order = list_schedule(given, memory_limit_bytes=limit)
+    assert simulate(given.with_order(order).schedule).peak_bytes <= limit
+    assert step_us(given, order) == expected_us
+
+
 def test_prefetch_window_holds_a_gather_back() -> None:
     """g2's latest safe start is 0 on a clock without stalls: 10 us of window is enough, -1 not."""
     given = two_layers()
@@ -110,6 +129,10 @@ def test_a_gather_that_compute_is_about_to_need_goes_before_a_pending_scatter() 
     order = list_schedule(given, prefetch_us=0)
     assert order.index("g2") < order.index("r1")
     assert step_us(given, order) == 40
+    # r1 first: c2 waits for g2 until 30.
+    order = list_schedule(given, prefetch_us=0, reductions_first=True)
+    assert order.index("r1") < order.index("g2")
+    assert step_us(given, order) == 50
 
 
 def test_a_scatter_starts_when_there_is_room_for_its_output() -> None:
