@@ -11,7 +11,7 @@ binds where it would.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_overlap.cost_model.memory import memory_profile
@@ -19,7 +19,7 @@ from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
 from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.reorder import put_on_demand
 
-_NEAR_PEAK = 0.9
+_NEAR_PEAK = 0.6
 """Tasks with more live bytes than this share of the peak, without overlap, stay as they are."""
 
 
@@ -37,9 +37,19 @@ class CoarseProgram:
 
 def coarsen(program: Program) -> CoarseProgram:
     """``program`` with runs of fixed compute joined, in the order without overlap."""
-    matmuls = _with_views(program)
-    groups = [group for group in _runs(program) if len(group) > 1]
-    groups += [group for group in matmuls.values() if len(group) > 1]
+    live_bytes = _live_bytes(program)
+    most_bytes = _NEAR_PEAK * max(live_bytes.values(), default=0)
+    crowded = {name for name, live in live_bytes.items() if live > most_bytes}
+    groups = [*_runs(program, crowded), *_with_views(program).values()]
+    groups = [group for group in groups if len(group) > 1]
+    coarse = _joined_program(program, groups)
+    # A joined task holds what it frees inside beside what it writes later.
+    live_bytes = _live_bytes(coarse.program)
+    kept = [group for group in groups if live_bytes[group[0].name] <= most_bytes]
+    return coarse if len(kept) == len(groups) else _joined_program(program, kept)
+
+
+def _joined_program(program: Program, groups: Sequence[Sequence[Task]]) -> CoarseProgram:
     if not groups:
         return CoarseProgram(program, {})
     parts = {group[0].name: tuple(task.name for task in group) for group in groups}
@@ -74,12 +84,11 @@ def _with_views(program: Program) -> dict[str, list[Task]]:
     return groups
 
 
-def _runs(program: Program) -> Iterator[list[Task]]:
+def _runs(program: Program, crowded: Collection[str]) -> Iterator[list[Task]]:
     windows = program.windows
     becomes_ready = set(windows.ready_at.values())
     moved = {name for names in program.weight_gradients.values() for name in names}
     moved |= {c.absorbed for c in program.collectives}
-    crowded = _near_peak(program)
     run: list[Task] = []
     for index, task in enumerate(program.fixed):
         alone = task.kind != "compute" or task.name in moved or task.name in crowded
@@ -95,11 +104,11 @@ def _runs(program: Program) -> Iterator[list[Task]]:
         yield run
 
 
-def _near_peak(program: Program) -> set[str]:
+def _live_bytes(program: Program) -> dict[str, int]:
+    """Live bytes during each task, without overlap."""
     ordered = put_on_demand(program).schedule
-    profile = memory_profile(ordered)
-    most = _NEAR_PEAK * max(profile, default=0)
-    return {task.name for task, live in zip(ordered.tasks, profile, strict=True) if live > most}
+    names = (task.name for task in ordered.tasks)
+    return dict(zip(names, memory_profile(ordered), strict=True))
 
 
 def _join(schedule: Schedule, groups: Sequence[Sequence[Task]]) -> Schedule:

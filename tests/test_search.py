@@ -84,6 +84,27 @@ def test_compute_between_collectives_is_joined() -> None:
     assert coarse.expand(["g", "a"]) == ["g", "a", "b"]
 
 
+def test_what_frees_before_it_writes_is_not_joined_near_the_peak() -> None:
+    """a frees 60 bytes and b writes 60: joined they would take 120 of a peak of 70."""
+    buffers = (
+        Buffer("x", 60, is_input=True),
+        Buffer("small", 10),
+        Buffer("y", 60),
+        Buffer("w", 5),
+        Buffer("out", 1, is_output=True),
+    )
+    tasks = (
+        compute("a", 1, reads=("x",), writes=("small",)),
+        compute("b", 1, "a", reads=("small",), writes=("y",)),
+        start("g", 5, writes=("w",)),
+        wait("g", reads=("w",)),
+        compute("c", 1, "b", "wait_g", reads=("y", "w"), writes=("out",)),
+    )
+    whole = program(schedule(*tasks, buffers=buffers), [free("g", "all_gather", 50)])
+    assert simulate(whole.schedule).peak_bytes == 70
+    assert coarsen(whole).parts == {}
+
+
 def test_a_weight_gradient_is_joined_with_the_views_of_its_result() -> None:
     """dx stands between the matmul and its view; the cast writes a buffer and stays."""
     buffers = (Buffer("x", 9), Buffer("y", 9), Buffer("w", 8), Buffer("out", 4, is_output=True))
