@@ -4,7 +4,8 @@
 error and the bias (both of log(predicted / measured), so 0.1 is about 10 %):
 
 * collectives, leave-one-source-out: the constants of the GPU family and of the fabric are fitted
-  without the source that is then predicted, starting from the same round numbers for all;
+  without the source that is then predicted. Families start from the same round numbers, fabrics
+  from one set of constants that fits all fabrics, fitted without that source too;
 * the same rows by the shipped profiles, and by torch's in-tree model;
 * matmuls and attentions by the shipped profiles.
 
@@ -37,7 +38,7 @@ from torch._inductor import comm_analysis
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fit import fit_constants
 
-# Where every family and every fabric starts: round numbers, the same for all.
+# Where every family and the fit of all fabrics together start: round numbers.
 FAMILY_START = {
     "base_us": 8.0,
     "local_hop_us": 1.0,
@@ -58,7 +59,6 @@ FABRIC_START = {
     "network_base_us": 10.0,
     "network_hop_us": 4.0,
     "network_simple_us": 20.0,
-    "ring_step_us": 3.0,
     "network_fill_us": 5.0,
     "buffer_us": 200.0,
     "network_message_us": 8.0,
@@ -127,45 +127,73 @@ class ProfileFit:
     """Constants of some families and fabrics, fitted together to the points that use them."""
 
     def __init__(self, points: Sequence[CollectivePoint], families: set[str], fabrics: set[str]):
-        self.families, self.fabrics = families, fabrics
-        self.points = [p for p in points if self._concerned(p)]
+        typical = typical_fabric(points) if fabrics else {}
         start = {f"{f}|{n}": v for f in sorted(families) for n, v in FAMILY_START.items()}
-        start |= {f"{f}|{n}": v for f in sorted(fabrics) for n, v in FABRIC_START.items()}
-        self.constants = start
-        if self.points:
-            self.constants = fit_constants(
-                lambda constants: self._predict_all(constants),
-                [p.time_us for p in self.points],
-                start,
-                upper={key: SHARES[key.split("|")[1]] for key in start if _is_share(key)},
-                weights=[p.weight for p in self.points],
-                # Many constants, few logs: a fabric that one log shows stays near the start.
-                prior_weight=0.1,
-            )
-
-    def _concerned(self, point: CollectivePoint) -> bool:
-        return family_of(point) in self.families or fabric_of(point) in self.fabrics
+        start |= {f"{f}|{n}": v for f in sorted(fabrics) for n, v in typical.items()}
+        concerned = [p for p in points if family_of(p) in families or fabric_of(p) in fabrics]
+        self.constants = _fit(concerned, start, _blocks)
 
     def predict(self, point: CollectivePoint) -> float:
-        cluster = _with_constants(point.cluster, self._own(point, self.constants))
-        return predict(point, cluster)
+        return _predict_all([point], self.constants, _blocks)[0]
 
-    def _predict_all(self, constants: Mapping[str, float]) -> list[float]:
-        clusters: dict[tuple[Cluster, str, str | None], Cluster] = {}
-        times: list[float] = []
-        for point in self.points:
-            key = point.cluster, family_of(point), fabric_of(point)
-            if key not in clusters:
-                clusters[key] = _with_constants(point.cluster, self._own(point, constants))
-            times.append(predict(point, clusters[key]))
-        return times
 
-    def _own(self, point: CollectivePoint, constants: Mapping[str, float]) -> dict[str, float]:
-        own: dict[str, float] = {}
-        for block in (family_of(point), fabric_of(point)):
-            prefix = f"{block}|"
-            own |= {k[len(prefix) :]: v for k, v in constants.items() if k.startswith(prefix)}
-        return own
+def typical_fabric(points: Sequence[CollectivePoint]) -> dict[str, float]:
+    """Constants of one fabric that stands for all; only the plateaus are each fabric's own.
+
+    Where a fabric starts: what its own logs do not tell, other fabrics do.
+    """
+    across = [p for p in points if fabric_of(p) is not None]
+    start = {f"{_TYPICAL}|{n}": v for n, v in FABRIC_START.items() if n != "efficiency"}
+    start |= {f"{fabric_of(p)}|efficiency": FABRIC_START["efficiency"] for p in across}
+    constants = _fit(across, start, lambda p: (_TYPICAL, fabric_of(p)))
+    return FABRIC_START | _of_block(_TYPICAL, constants)
+
+
+_TYPICAL = "typical"
+Blocks = Callable[[CollectivePoint], tuple[str | None, ...]]
+"""The blocks, families or fabrics, whose constants a point uses."""
+
+
+def _blocks(point: CollectivePoint) -> tuple[str | None, ...]:
+    return family_of(point), fabric_of(point)
+
+
+def _fit(
+    points: Sequence[CollectivePoint], start: dict[str, float], blocks: Blocks
+) -> dict[str, float]:
+    """The constants of ``start``, named ``block|name``, that fit ``points``."""
+    if not points:
+        return start
+    return fit_constants(
+        lambda constants: _predict_all(points, constants, blocks),
+        [p.time_us for p in points],
+        start,
+        upper={key: SHARES[key.split("|")[1]] for key in start if _is_share(key)},
+        weights=[p.weight for p in points],
+        # Many constants, few logs: a fabric that one log shows stays near the start.
+        prior_weight=0.1,
+    )
+
+
+def _predict_all(
+    points: Sequence[CollectivePoint], constants: Mapping[str, float], blocks: Blocks
+) -> list[float]:
+    clusters: dict[tuple[Cluster, tuple[str | None, ...]], Cluster] = {}
+    times: list[float] = []
+    for point in points:
+        key = point.cluster, blocks(point)
+        if key not in clusters:
+            own: dict[str, float] = {}
+            for block in key[1]:
+                own |= _of_block(block, constants)
+            clusters[key] = _with_constants(point.cluster, own)
+        times.append(predict(point, clusters[key]))
+    return times
+
+
+def _of_block(block: str | None, constants: Mapping[str, float]) -> dict[str, float]:
+    prefix = f"{block}|"
+    return {k[len(prefix) :]: v for k, v in constants.items() if k.startswith(prefix)}
 
 
 def _is_share(key: str) -> bool:

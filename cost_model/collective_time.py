@@ -16,7 +16,8 @@ speed. What each expression says, for n = N g ranks:
 
 A pipeline of k chunks takes ``(wire + k c) + (wire + k c) d / k`` for a cost c of each chunk in
 each of d stages; with the best k that is ``wire + d c + 2 sqrt(wire d c)``: the square root is the
-ramp to the plateau.
+ramp to the plateau. A ring that crosses nodes has none: one chunk of each rank goes round, and its
+steps are the latency. Public logs show a straight line there, from 1 MB to the plateau.
 The LL protocol (a flag in every word) has a cheap step and part of the bandwidth, inside a node and
 far less between nodes, where it sends many small messages; Simple has the reverse. The least of all
 algorithms and protocols is the time.
@@ -56,7 +57,7 @@ class LinkConstants(NamedTuple):
         ll_share: bandwidth share the LL protocol keeps inside a node.
         network_ll_share: the same between nodes.
         fill_us: fill time of the channels inside a node: the ramp to the plateau.
-        network_fill_us: the same across nodes.
+        network_fill_us: the same of all-to-all across nodes.
         local_gb_per_s: plateau of a GPU in a ring over NVLink (or PCIe, or shared memory).
         copy_gb_per_s: rate at which a ring's channels copy the own part.
         tree_gb_per_s: plateau of a GPU in the chain inside a node of the all-reduce tree.
@@ -150,11 +151,9 @@ def _ring(passes: int, across_nodes: bool, several_local: bool) -> list[sp.Expr]
     simple_us = _hops(*steps, simple=True)
     if across_nodes:
         simple_us += steps[0] * _C["ring_step_us"]
+    ramp_us = 0 if across_nodes else 2 * _root(_C["fill_us"] * wire)
     base = _base(across_nodes)
-    return [
-        base + _hops(*steps, simple=False) + ll_wire,
-        base + simple_us + wire + 2 * _root(_fill(across_nodes) * wire),
-    ]
+    return [base + _hops(*steps, simple=False) + ll_wire, base + simple_us + wire + ramp_us]
 
 
 def _tree(two_nodes: bool, several_local: bool) -> list[sp.Expr]:
@@ -192,15 +191,12 @@ def _all_to_all(across_nodes: bool, several_local: bool) -> list[sp.Expr]:
         stages.append(_us(S * (N - 1) * G / _RANKS, _C["node_gb_per_s"] / G))
     wire = _pipelined(stages) + _us(S / _RANKS, _C["p2p_copy_gb_per_s"])
     messages = (G - 1) * _C["message_us"] + (N - 1) * G * _C["network_message_us"]
-    return [_base(across_nodes) + messages + wire + 2 * _root(_fill(across_nodes) * wire)]
+    fill = _C["network_fill_us" if across_nodes else "fill_us"]
+    return [_base(across_nodes) + messages + wire + 2 * _root(fill * wire)]
 
 
 def _base(across_nodes: bool) -> sp.Expr:
     return _C["base_us"] + _C["network_base_us"] if across_nodes else _C["base_us"]
-
-
-def _fill(across_nodes: bool) -> sp.Expr:
-    return _C["network_fill_us"] if across_nodes else _C["fill_us"]
 
 
 @cache

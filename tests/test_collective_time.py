@@ -91,6 +91,16 @@ def test_steps_inside_a_node_cost_more_in_a_ring_that_crosses_nodes() -> None:
     assert collective_us("all_gather", 8 * MB, 1, 8, waiting) == pytest.approx(99)
 
 
+def test_ring_across_nodes_is_a_straight_line_from_its_steps_to_the_plateau() -> None:
+    ramped = PLAIN._replace(fill_us=3, network_fill_us=3)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        plain_us = collective_us(kind, 8 * MB, 4, 4, PLAIN)
+        assert collective_us(kind, 8 * MB, 4, 4, ramped) == plain_us
+    assert collective_us("all_to_all", 8 * MB, 4, 4, ramped) > collective_us(
+        "all_to_all", 8 * MB, 4, 4, PLAIN
+    )
+
+
 def test_one_rank_per_node_never_touches_nvlink() -> None:
     slow_nvlink = PLAIN._replace(local_gb_per_s=1e-3)
     # 4 nodes of 1: 3 MB of 4 MB at 50 GB/s = 60 us, copy 1 MB = 5 us.
