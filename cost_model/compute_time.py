@@ -102,7 +102,8 @@ class ComputeConstants:
         attention_prologue: start of a block of attention, in keys, forward.
         attention_backward_prologue: the same, backward.
         attention_us: shortest time of an attention kernel, forward; twice that backward.
-        flash2_share: share of these rates that FlashAttention 2, PyTorch's own kernel, reaches.
+        flash2_efficiency: share of the peak that FlashAttention 2, PyTorch's own kernel, reaches.
+        flash2_backward_efficiency: the same, backward.
         hbm_efficiency: share of ``hbm_gb_per_s`` that a copy reaches.
         kernel_us: shortest time of any kernel.
     """
@@ -125,7 +126,8 @@ class ComputeConstants:
     attention_prologue: float
     attention_backward_prologue: float
     attention_us: float
-    flash2_share: float
+    flash2_efficiency: float
+    flash2_backward_efficiency: float
     hbm_gb_per_s: float
     hbm_efficiency: float
     kernel_us: float
@@ -283,12 +285,14 @@ def _attention_rate(dtype: str, backward: bool, flash2: bool, constants: Compute
     """FLOP per microsecond that one SM sustains in fused attention."""
     if backward:
         share = constants.attention_backward_efficiency
+        flash2_share = constants.flash2_backward_efficiency
         fp8_share = constants.attention_backward_fp8_share
     else:
         share = constants.attention_efficiency
+        flash2_share = constants.flash2_efficiency
         fp8_share = constants.attention_fp8_share
+    share = flash2_share if flash2 else share
     share *= fp8_share if dtype == "fp8" else 1.0
-    share *= constants.flash2_share if flash2 else 1.0
     return constants.sm_flop_per_us(dtype) * share
 
 

@@ -41,7 +41,8 @@ PLAIN = ComputeConstants(
     attention_prologue=0,
     attention_backward_prologue=0,
     attention_us=0,
-    flash2_share=0.5,
+    flash2_efficiency=0.25,
+    flash2_backward_efficiency=0.125,
     hbm_gb_per_s=1000,
     hbm_efficiency=0.8,
     kernel_us=0,
@@ -101,9 +102,12 @@ def test_backward_does_five_products_at_its_own_rate() -> None:
     assert backward / forward == pytest.approx(5 / 2 * 0.5 / 0.25)
 
 
-def test_flash_attention_2_reaches_its_share() -> None:
+def test_flash_attention_2_has_its_own_rates() -> None:
     best = _attention(batch=1, heads=100, queries=128, keys=1000)
     assert _attention(batch=1, heads=100, queries=128, keys=1000, flash2=True) == 2 * best
+    backward = _attention(batch=1, heads=100, queries=128, keys=1000, backward=True)
+    slower = _attention(batch=1, heads=100, queries=128, keys=1000, backward=True, flash2=True)
+    assert slower == 2 * backward
 
 
 def test_attention_flops_agree_with_torch() -> None:
