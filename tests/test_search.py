@@ -85,12 +85,16 @@ def test_compute_between_collectives_is_joined() -> None:
 
 
 def test_what_frees_before_it_writes_is_not_joined_near_the_peak() -> None:
-    """a frees 60 bytes and b writes 60: joined they would take 120 of a peak of 70."""
+    """a frees 61 bytes, then b writes 60: joined they take 121, each by itself at most 71.
+
+    The peak is 200, during c.
+    """
     buffers = (
-        Buffer("x", 60, is_input=True),
+        Buffer("x", 61, is_input=True),
         Buffer("small", 10),
         Buffer("y", 60),
         Buffer("w", 5),
+        Buffer("inside", 134),
         Buffer("out", 1, is_output=True),
     )
     tasks = (
@@ -98,10 +102,10 @@ def test_what_frees_before_it_writes_is_not_joined_near_the_peak() -> None:
         compute("b", 1, "a", reads=("small",), writes=("y",)),
         start("g", 5, writes=("w",)),
         wait("g", reads=("w",)),
-        compute("c", 1, "b", "wait_g", reads=("y", "w"), writes=("out",)),
+        compute("c", 1, "b", "wait_g", reads=("y", "w"), writes=("inside", "out")),
     )
     whole = program(schedule(*tasks, buffers=buffers), [free("g", "all_gather", 50)])
-    assert simulate(whole.schedule).peak_bytes == 70
+    assert simulate(whole.schedule).peak_bytes == 200
     assert coarsen(whole).parts == {}
 
 
