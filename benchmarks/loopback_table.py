@@ -62,7 +62,7 @@ def rate_table(measured: Measured) -> str:
 
 def summary(measured: Sequence[Measured]) -> str:
     """Steps over rates, and how ours stand against FSDP2, torch's passes and the floor."""
-    ran = [one for one in measured if not one.error]
+    ran = _by_rate(measured)
     names = list(dict.fromkeys(name for one in ran for name in one.rows))
     headings = ["step, s", *(rate_name(one.rate_mbit) for one in ran)]
     rows = [[TITLES[name], *(_seconds(one.step_s(name)) for one in ran)] for name in names]
@@ -88,10 +88,7 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     plot: Any = import_module("matplotlib.pyplot")
-    ran = sorted(
-        (one for one in measured if not one.error),
-        key=lambda one: (one.rate_mbit == UNLIMITED, one.rate_mbit),
-    )
+    ran = _by_rate(measured)
     places = range(len(ran))
     figure, axes = plot.subplots(figsize=(8, 5), layout="constrained")
     for name in dict.fromkeys(name for one in ran for name in one.rows):
@@ -107,6 +104,12 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=110)
     plot.close(figure)
+
+
+def _by_rate(measured: Sequence[Measured]) -> list[Measured]:
+    """What ran, from the slowest network to no limit."""
+    ran = [one for one in measured if not one.error]
+    return sorted(ran, key=lambda one: (one.rate_mbit == UNLIMITED, one.rate_mbit))
 
 
 def _cells(row: Row, reference: Row | None) -> Iterator[str]:
