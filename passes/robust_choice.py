@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inductor_overlap.cost_model.simulate import simulate
+from inductor_overlap.cost_model.simulate import simulated_step_us
 from inductor_overlap.passes.search import Trial
 
 _NEAR = 1.012
@@ -41,5 +41,5 @@ def robust_choice(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _regret_us(trial: Trial) -> float:
-    wrong = (simulate(trial.schedule.scaled(**factors)).step_us for factors in _WRONG)
+    wrong = (simulated_step_us(trial.schedule.scaled(**factors)) for factors in _WRONG)
     return trial.timeline.step_us + sum(wrong)

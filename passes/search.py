@@ -131,14 +131,16 @@ class Search:
         """The best trials within the limit, no two of the same buckets and deferral."""
         found: dict[object, Trial] = {}
         for trial in sorted(self.trials, key=lambda trial: trial.merit):
-            if trial.timeline.peak_bytes <= self.memory_limit_bytes:
+            if self.fits(trial):
                 found.setdefault((trial.proposal.buckets, trial.proposal.deferred), trial)
         return list(found.values())[:number]
 
     def step_us(self, trial: Trial) -> float:
         """The step of ``trial``; inf if it is over the limit."""
-        fits = trial.timeline.peak_bytes <= self.memory_limit_bytes
-        return trial.timeline.step_us if fits else math.inf
+        return trial.timeline.step_us if self.fits(trial) else math.inf
+
+    def fits(self, trial: Trial) -> bool:
+        return trial.timeline.peak_bytes <= self.memory_limit_bytes
 
     def orders(self) -> tuple[Order, ...]:
         """Orders that differ on this program."""
@@ -156,7 +158,7 @@ class Search:
             ]
             self.trials += trials
             least = min(trials, key=lambda trial: trial.timeline.peak_bytes)
-            if least.timeline.peak_bytes <= self.memory_limit_bytes or len(notes) == _MAX_LEFT_OUT:
+            if self.fits(least) or len(notes) == _MAX_LEFT_OUT:
                 return
             largest = self._largest_member_at_peak(least)
             if largest is None:
@@ -178,7 +180,7 @@ class Search:
     def _merge_all(
         self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
     ) -> Program:
-        gathers, reductions = self._by_kind(buckets)
+        gathers, reductions = by_kind(self.program, _with_new_names(self.program, buckets))
         return bucket_program(self._with_gathers(gathers, deferred), reductions)
 
     def _merge_gathers(
@@ -187,12 +189,6 @@ class Search:
         if deferred:
             return defer_gradients(self._with_gathers(buckets, ()), list(deferred))
         return bucket_program(self.coarse.program, buckets)
-
-    def _by_kind(self, buckets: Iterable[Bucket]) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
-        """Buckets of gathers, and of reductions, under names that no task has."""
-        named = _with_new_names(self.program, buckets)
-        gathers = tuple(b for b in named if self.program.by_name[b.members[0]].is_gather)
-        return gathers, tuple(b for b in named if b not in gathers)
 
     def finish(self, trial: Trial) -> tuple[tuple[Bucket, ...], Program]:
         """Buckets and whole program of ``trial``, in its order."""
@@ -229,6 +225,18 @@ class Search:
 
     def _size_bytes(self, name: str) -> int:
         return self.program.by_name[name].size_bytes
+
+
+def by_kind(
+    program: Program, buckets: Iterable[Bucket]
+) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """The buckets of gathers, and those of reductions."""
+    gathers: list[Bucket] = []
+    reductions: list[Bucket] = []
+    for bucket in buckets:
+        is_gather = program.by_name[bucket.members[0]].is_gather
+        (gathers if is_gather else reductions).append(bucket)
+    return tuple(gathers), tuple(reductions)
 
 
 def duration_us(program: Program, collective: FreeCollective) -> float:

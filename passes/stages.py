@@ -33,7 +33,6 @@ from inductor_overlap.passes.partition import (
     pending_together,
     to_buckets,
 )
-from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.search import (
     EARLY,
@@ -41,6 +40,7 @@ from inductor_overlap.passes.search import (
     Proposal,
     Search,
     Trial,
+    by_kind,
     duration_us,
 )
 
@@ -121,7 +121,7 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
     Gathers start early; where memory or the network are tight, other orders are better, so that of
     the best plan so far is tried too.
     """
-    gathers = _gather_buckets(search, proposal)
+    gathers, _ = by_kind(search.program, proposal.buckets)
     orders = dict.fromkeys((EARLY, *(trial.proposal.order for trial in search.best(1))))
     proposal = replace(proposal, buckets=gathers)
     if not search.program.reductions:
@@ -144,11 +144,6 @@ def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> No
 
 def _without_merge(kind: str) -> str:
     return kind.partition("; reductions")[0]
-
-
-def _gather_buckets(search: Search, proposal: Proposal) -> tuple[Bucket, ...]:
-    names = search.program.by_name
-    return tuple(b for b in proposal.buckets if names[b.members[0]].is_gather)
 
 
 def _try_deferral(search: Search) -> None:
@@ -200,11 +195,10 @@ def _climb(search: Search) -> None:
 
 def _first_better(search: Search, best: Trial, tries: int) -> int:
     """Try neighbours of ``best`` until one is better; returns how many were tried."""
-    gathers = _gather_buckets(search, best.proposal)
-    rest = [bucket for bucket in best.proposal.buckets if bucket not in gathers]
+    _, reductions = by_kind(search.program, best.proposal.buckets)
     tried = 0
     for groups in islice(_neighbours(_gather_groups(search, best)), tries):
-        buckets = (*to_buckets(groups), *rest)
+        buckets = (*to_buckets(groups), *reductions)
         search.try_one(replace(best.proposal, buckets=buckets, is_moved=True))
         tried += 1
         if search.trials[-1].merit < best.merit and search.best(1)[0] is not best:
@@ -216,7 +210,7 @@ def _gather_groups(search: Search, trial: Trial) -> list[tuple[Group, float]]:
     """Gather buckets and single gathers in order of first use, with the stall of each."""
     program = search.program
     use = search.bucketed(Proposal("", deferred=trial.proposal.deferred)).windows.first_use
-    buckets = _gather_buckets(search, trial.proposal)
+    buckets, _ = by_kind(program, trial.proposal.buckets)
     merged = {name for bucket in buckets for name in bucket.members}
     named: list[tuple[str, list[FreeCollective]]] = [
         (bucket.name, [program.by_name[name] for name in bucket.members]) for bucket in buckets
