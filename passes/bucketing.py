@@ -12,10 +12,11 @@ caller's too (`graph_schedule.write_order`): new nodes are written before the gr
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import getitem
 from typing import Any
 
 import torch
@@ -39,12 +40,14 @@ class MergedBucket:
         pack: before the start; empty if the members' inputs already are one tensor.
         wait: the wait and the views that all members share.
         unpack: by name of the member's wait, the nodes that stand for it.
+        values: ``meta["val"]`` of all of them, in the order in which they were written.
     """
 
     pack: tuple[fx.Node, ...]
     start: fx.Node
     wait: tuple[fx.Node, ...]
     unpack: dict[str, tuple[fx.Node, ...]]
+    values: tuple[object, ...]
 
 
 def why_not_bucketed(collective: Collective) -> str:
@@ -63,8 +66,16 @@ def bucket_members(start: fx.Node) -> tuple[str, ...]:
     return start.meta.get(_MEMBERS, ())
 
 
-def merge_bucket(name: str, members: Sequence[Collective]) -> MergedBucket:
+def merge_bucket(
+    name: str, members: Sequence[Collective], like: MergedBucket | None = None
+) -> MergedBucket:
     """Replace ``members`` (at least two, in payload order) by one collective called ``name``.
+
+    Args:
+        name: of the new collective's start.
+        members: of one graph.
+        like: the same bucket in a copy of that graph, if it has been merged there: its values
+            are used again, since making fake tensors is most of the work.
 
     Raises:
         ValueError: The members cannot share a bucket.
@@ -72,7 +83,7 @@ def merge_bucket(name: str, members: Sequence[Collective]) -> MergedBucket:
     _check(name, members)
     output = next(node for node in reversed(members[0].start.graph.nodes) if node.op == "output")
     with members[0].start.graph.inserting_before(output):
-        merged = _Merger(name, members).merge()
+        merged = _Merger(name, members, like.values if like else ()).merge()
     for member in members:
         member.start.graph.erase_node(member.waits[0])
         member.start.graph.erase_node(member.start)
@@ -116,11 +127,13 @@ def _source(collective: Collective) -> fx.Node:
 class _Merger:
     """Writes the nodes of one bucket at the graph's insertion point."""
 
-    def __init__(self, name: str, members: Sequence[Collective]) -> None:
+    def __init__(self, name: str, members: Sequence[Collective], values: Sequence[object]) -> None:
         self.graph = members[0].start.graph
         self.name = name
         self.members = members
         self.sources = [_source(member) for member in members]
+        self._known = iter(values)
+        self._values: list[object] = []
         self._written: list[fx.Node] = []
 
     def merge(self) -> MergedBucket:
@@ -147,7 +160,7 @@ class _Merger:
             copy = self._call(aten.clone.default, (chunk,), contiguous, shape=_shape(chunk))
             self._replace(member, self._reshape(copy, list(member.output_shape)))
             unpack[member.waits[0].name] = self._take()
-        return MergedBucket(pack, start, wait, unpack)
+        return MergedBucket(pack, start, wait, unpack, tuple(self._values))
 
     def _reduce_scatter(self) -> MergedBucket:
         shards = [prod(member.output_shape) for member in self.members]
@@ -180,7 +193,7 @@ class _Merger:
         for member, chunk in zip(self.members, chunks, strict=True):
             self._replace(member, self._reshape(chunk, list(member.output_shape)))
             unpack[member.waits[0].name] = self._take()
-        return MergedBucket(pack, start, wait, unpack)
+        return MergedBucket(pack, start, wait, unpack, tuple(self._values))
 
     def _group_size(self) -> int:
         return int(arguments(self.members[0].start)["group_size"])
@@ -201,10 +214,15 @@ class _Merger:
 
     def _split(self, node: fx.Node, shapes: Sequence[list[int]], dim: int) -> list[fx.Node]:
         sizes = [shape[dim] for shape in shapes]
-        value = list(node.meta["val"].split(sizes, dim))
-        split = self._add(aten.split_with_sizes.default, (node, sizes, dim), {}, value)
+        split = self._add(
+            aten.split_with_sizes.default,
+            (node, sizes, dim),
+            {},
+            lambda: list(node.meta["val"].split(sizes, dim)),
+        )
+        parts = split.meta["val"]
         return [
-            self._add(operator.getitem, (split, index), {}, value[index])
+            self._add(getitem, (split, index), {}, partial(getitem, parts, index))
             for index in range(len(sizes))
         ]
 
@@ -212,8 +230,9 @@ class _Merger:
         sizes = [prod(_shape(node))] if shape == [-1] else shape
         if _shape(node) == sizes:
             return node
-        value = node.meta["val"].reshape(sizes)
-        return self._add(aten.reshape.default, (node, sizes), {}, value)
+        return self._add(
+            aten.reshape.default, (node, sizes), {}, lambda: node.meta["val"].reshape(sizes)
+        )
 
     def _call(
         self,
@@ -225,20 +244,23 @@ class _Merger:
         name: str | None = None,
     ) -> fx.Node:
         """A node that writes a new contiguous tensor of ``shape``."""
-        value = self.sources[0].meta["val"].new_empty(list(shape))
-        return self._add(target, args, kwargs or {}, value, name)
+        like = self.sources[0].meta["val"]
+        return self._add(target, args, kwargs or {}, lambda: like.new_empty(list(shape)), name)
 
     def _add(
         self,
         target: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        value: object,
+        value_of: Callable[[], object],
         name: str | None = None,
     ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         like = self.members[0].start.meta
         node.meta.update({key: like[key] for key in _INHERITED if key in like})
+        known = next(self._known, None)
+        value = value_of() if known is None else known
+        self._values.append(value)
         node.meta.update({"val": value, BUCKET: self.name})
         if target in (aten.cat.default, aten.clone.default):
             node.meta["original_aten"] = target  # generated kernels are named after it
@@ -272,7 +294,7 @@ def _common_payload(sources: Sequence[fx.Node]) -> fx.Node | None:
 def _part(node: fx.Node) -> fx.Node | None:
     if node.target is aten.reshape.default:
         node = node.all_input_nodes[0]
-    is_part = node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+    is_part = node.target is getitem and isinstance(node.args[0], fx.Node)
     from_bucket = is_part and node.args[0].target is aten.split_with_sizes.default  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportUnknownMemberType]
     return node if from_bucket and BUCKET in node.meta else None
 

@@ -3,15 +3,15 @@
 Policies try many plans, and most tasks never matter to any of them: no gather is first needed and
 no reduction becomes ready between two neighbours. `coarsen` joins such neighbours, and the matmul
 of a weight gradient with the views of its result; an order of the coarse program expands to one of
-the whole program. Times add up exactly. Memory is exact between
-tasks and never too low inside one; near the program's peak nothing is joined, so that a limit
-binds where it would.
+the whole program. Times add up exactly. Memory is exact between tasks and never too low inside
+one; near the program's peak only views are joined to what comes before them, so that a limit binds
+where it would.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_overlap.cost_model.memory import memory_profile
@@ -37,19 +37,34 @@ class CoarseProgram:
 
 def coarsen(program: Program) -> CoarseProgram:
     """``program`` with runs of fixed compute joined, in the order without overlap."""
-    live_bytes = _live_bytes(program)
-    most_bytes = _NEAR_PEAK * max(live_bytes.values(), default=0)
-    crowded = {name for name, live in live_bytes.items() if live > most_bytes}
-    groups = [*_runs(program, crowded), *_with_views(program).values()]
+    groups = [*_runs(program), *_with_views(program).values()]
     groups = [group for group in groups if len(group) > 1]
     coarse = _joined_program(program, groups)
+    most_bytes = _NEAR_PEAK * max(_live_bytes(program).values(), default=0)
     # A joined task holds what it frees inside beside what it writes later.
     live_bytes = _live_bytes(coarse.program)
-    kept = [group for group in groups if live_bytes[group[0].name] <= most_bytes]
-    return coarse if len(kept) == len(groups) else _joined_program(program, kept)
+    split: list[list[Task]] = []
+    for group in groups:
+        split += _one_by_one(group) if live_bytes[group[0].name] > most_bytes else [group]
+    return coarse if len(split) == len(groups) else _joined_program(program, split)
+
+
+def _one_by_one(group: Sequence[Task]) -> list[list[Task]]:
+    """``group`` split so that each part has one task that takes time or memory, and views."""
+    parts: list[list[Task]] = [[]]
+    for task in group:
+        if not _is_view(task) and not all(map(_is_view, parts[-1])):
+            parts.append([])
+        parts[-1].append(task)
+    return parts
+
+
+def _is_view(task: Task) -> bool:
+    return task.kind == "compute" and task.duration_us == 0.0 and not task.writes
 
 
 def _joined_program(program: Program, groups: Sequence[Sequence[Task]]) -> CoarseProgram:
+    groups = [group for group in groups if len(group) > 1]
     if not groups:
         return CoarseProgram(program, {})
     parts = {group[0].name: tuple(task.name for task in group) for group in groups}
@@ -76,22 +91,21 @@ def _with_views(program: Program) -> dict[str, list[Task]]:
         inside = {names[0]}
         for name in names[1:]:
             view = tasks[name]
-            is_view = view.duration_us == 0.0 and not view.writes
-            if is_view and inside.issuperset(needs[name]):
+            if _is_view(view) and inside.issuperset(needs[name]):
                 group.append(view)
                 inside.add(name)
         groups[reduction] = group
     return groups
 
 
-def _runs(program: Program, crowded: Collection[str]) -> Iterator[list[Task]]:
+def _runs(program: Program) -> Iterator[list[Task]]:
     windows = program.windows
     becomes_ready = set(windows.ready_at.values())
     moved = {name for names in program.weight_gradients.values() for name in names}
     moved |= {c.absorbed for c in program.collectives}
     run: list[Task] = []
     for index, task in enumerate(program.fixed):
-        alone = task.kind != "compute" or task.name in moved or task.name in crowded
+        alone = task.kind != "compute" or task.name in moved
         needs_others = bool(windows.needed[index]) or any(d in program.movable for d in task.deps)
         if run and (alone or needs_others or index in becomes_ready):
             yield run

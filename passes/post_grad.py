@@ -8,9 +8,12 @@ end the graph stays untouched. A second run finds the graph planned and changes 
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch.fx as fx
 
@@ -27,7 +30,7 @@ from inductor_overlap.passes.auto_wrap import (
     Ranking,
     rank_choices,
 )
-from inductor_overlap.passes.bucketing import merge_bucket
+from inductor_overlap.passes.bucketing import MergedBucket, merge_bucket
 from inductor_overlap.passes.collectives import Collective
 from inductor_overlap.passes.graph_schedule import GraphProgram, read_graph, write_order
 from inductor_overlap.passes.plan import Plan
@@ -53,6 +56,22 @@ class Outcome:
     warnings: tuple[str, ...]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Planning makes many small objects and hardly a cycle; looking for cycles took a third of it.
+
+    A collector that was off already stays off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def overlap_graph(
     graph: fx.Graph,
     prices: PricedCluster,
@@ -87,7 +106,7 @@ def overlap_graph(
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
-            moved = _carry_out(graph, held.choice, source)
+            moved, _ = _carry_out(graph, held.choice, source, held.buckets)
             warnings += held.choice.notes
             plan = held.choice.plan
             return _outcome(source, held.final, before, held.after, plan, moved, limit, warnings)
@@ -125,6 +144,7 @@ class _Held:
     """A plan that has been rehearsed, and what it made of the copy."""
 
     choice: Choice
+    buckets: tuple[MergedBucket, ...]
     final: GraphProgram
     after: Timeline
 
@@ -143,12 +163,12 @@ def _first_that_holds(
         if choice.plan.policy == INPUT_ORDER:
             return None
         rehearsal, copies = _copy(graph)
-        _carry_out(rehearsal, choice, source.in_copy(copies))
+        _, buckets = _carry_out(rehearsal, choice, source.in_copy(copies))
         final = read_graph(rehearsal, prices)
         after = simulate(final.program.schedule)
         reason = _why_refused(after, before, limit_bytes)
         if not reason:
-            return _Held(choice, final, after)
+            return _Held(choice, buckets, final, after)
         warnings.append(f"plan {choice.plan.policy!r} refused: {reason}")
     return None
 
@@ -170,13 +190,22 @@ def _why_refused(result: Timeline, before: Timeline, limit_bytes: float) -> str:
     return ""
 
 
-def _carry_out(graph: fx.Graph, choice: Choice, source: GraphProgram) -> int:
-    """Write the plan into ``graph``; returns how many nodes are new or have changed place."""
+def _carry_out(
+    graph: fx.Graph,
+    choice: Choice,
+    source: GraphProgram,
+    rehearsed: Sequence[MergedBucket] = (),
+) -> tuple[int, tuple[MergedBucket, ...]]:
+    """Write the plan into ``graph``; returns how many nodes are new or have moved, and buckets.
+
+    ``rehearsed``: the buckets of the same plan in a copy of ``graph``, if there are any.
+    """
     by_name = {collective.name: collective for collective in source.collectives}
     nodes: dict[str, Sequence[fx.Node]] = dict(source.nodes)
     written = 0
-    for bucket in choice.plan.buckets:
-        merged = merge_bucket(bucket.name, [by_name[name] for name in bucket.members])
+    buckets: list[MergedBucket] = []
+    for bucket, like in zip_longest(choice.plan.buckets, rehearsed):
+        merged = merge_bucket(bucket.name, [by_name[name] for name in bucket.members], like)
         for name in bucket.members:
             nodes.pop(name)
         nodes.update(merged.unpack)
@@ -184,10 +213,11 @@ def _carry_out(graph: fx.Graph, choice: Choice, source: GraphProgram) -> int:
         nodes[bucket.name] = (merged.start,)
         nodes[f"{bucket.name}.wait"] = merged.wait
         written += len(merged.pack) + len(merged.wait) + 1
+        buckets.append(merged)
     written += write_order(graph, nodes, choice.plan.order)
     for name in choice.plan.starts:
         nodes[name][0].meta[_PLANNED] = choice.plan.digest
-    return written
+    return written, tuple(buckets)
 
 
 def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
