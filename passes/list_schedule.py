@@ -251,8 +251,10 @@ class _ListScheduler:
         return True
 
     def _has_room(self, reduction: FreeCollective, index: int) -> bool:
-        before = [self.tasks[name] for name in self.emitter.missing(reduction.name)[:-1]]
         size_bytes = reduction.output_bytes + self.program.prepared_bytes[reduction.name]
+        if self.room.has_room(index, size_bytes):
+            return True
+        before = [self.tasks[name] for name in self.emitter.missing(reduction.name)[:-1]]
         return self.room.has_room(index, size_bytes, before)
 
     def _is_reducible(self, reduction: FreeCollective) -> bool:

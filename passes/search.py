@@ -86,6 +86,11 @@ class Proposal:
     is_moved: bool = False
 
     @property
+    def result(self) -> object:
+        """Equal for proposals that lead to the same order of the same collectives."""
+        return tuple(bucket.members for bucket in self.buckets), self.deferred, self.order
+
+    @property
     def label(self) -> str:
         return f"{self.kind}{', moved' if self.is_moved else ''}, {self.order.label}"
 
@@ -123,7 +128,7 @@ class Search:
     def __post_init__(self) -> None:
         whole = CoarseProgram(self.program, {})
         self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
-        self._tried: set[Proposal] = set()
+        self._tried: set[object] = set()
         self._with_gathers = lru_cache(_KEPT_PROGRAMS)(self._merge_gathers)
         self._with_all = lru_cache(_KEPT_PROGRAMS)(self._merge_all)
 
@@ -168,9 +173,8 @@ class Search:
             notes.append(f"{name} is left out of its bucket, which would not fit the memory limit")
 
     def try_one(self, proposal: Proposal) -> None:
-        """Try ``proposal`` as it is, unless it has been tried."""
-        if proposal not in self._tried:
-            self._tried.add(proposal)
+        """Try ``proposal`` as it is, unless the same has been tried, made in whatever way."""
+        if proposal.result not in self._tried:
             self.trials.append(self._try(proposal, self.bucketed(proposal), ()))
 
     def bucketed(self, proposal: Proposal) -> Program:
@@ -198,6 +202,7 @@ class Search:
 
     def _try(self, proposal: Proposal, bucketed: Program, notes: tuple[str, ...]) -> Trial:
         """Order, simulate and replay; above the limit, again under a smaller one."""
+        self._tried.add(proposal.result)
         allowed = self.memory_limit_bytes
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
