@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ QUICK_NETWORKS = ((90, 60), (200, 1000))
 TOKENS = ((2, 4096), (1, 1024))
 SWEEP_GB_PER_S = (25, 35, 50, 70, 100, 140, 200, 280, 400)
 SWEEP_US = 60
-CLUSTER_BLOCKS = 2
 NUM_DRAWS = 4
 TOGETHER = (
     {"communication": 0.7},
@@ -132,13 +132,14 @@ def _grid_rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def _cluster_rows(arguments: argparse.Namespace) -> Iterator[Row]:
     quick = arguments.quick
-    traced: TracedCase | None = None
-    case = llama("8B", CLUSTER_BLOCKS, 2, 4096)
-    for item in cluster_cases()[:: 5 if quick else 1]:
-        with fake_group(math.prod(item.mesh_shape)):
-            if traced is None or traced.mesh_shape != item.mesh_shape:
-                traced = _traced(case, item.mesh_shape)
-            yield from _rows(traced, ClusterCostModel(item.cluster), item.title)
+    case = llama("8B", 2 if quick else arguments.blocks, 2, 4096)
+    cases = cluster_cases()[:: 5 if quick else 1]
+    for mesh_shape, items in groupby(cases, key=lambda item: item.mesh_shape):
+        # A graph names the process groups that were there when it was traced.
+        with fake_group(math.prod(mesh_shape)):
+            traced = _traced(case, mesh_shape)
+            for item in items:
+                yield from _rows(traced, ClusterCostModel(item.cluster), item.title)
 
 
 def _other_rows(arguments: argparse.Namespace) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -57,8 +58,11 @@ def is_start(node: fx.Node) -> bool:
     return op is not None and op.namespace == _COLLECTIVES and not is_wait(node)
 
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
 def is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return node.target is _WAIT
 
 
 def is_plain_form(start: fx.Node) -> bool:
@@ -136,6 +140,7 @@ def _communicates(called: object) -> bool:
     return _may_communicate(cast("OpOverload[..., Any]", called))
 
 
+@cache
 def _may_communicate(op: OpOverload[..., Any]) -> bool:
     if op.namespace in _COMPUTE:
         return False
@@ -146,7 +151,7 @@ def _may_communicate(op: OpOverload[..., Any]) -> bool:
 def is_pure_compute(node: fx.Node) -> bool:
     """True for a known compute op that writes nothing but its result."""
     op = overload(node)
-    return op is not None and op.namespace in _COMPUTE and not op._schema.is_mutable
+    return op is not None and op.namespace in _COMPUTE and not _is_mutable(op)
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
@@ -155,7 +160,7 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     if op is None:
         is_opaque = isinstance(node.target, HigherOrderOperator)
         return list(node.all_input_nodes) if is_opaque else []
-    if not op._schema.is_mutable:
+    if not _is_mutable(op):
         return []
     given = arguments(node)
     written: list[fx.Node] = []
@@ -167,8 +172,18 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+@cache
+def _is_mutable(op: OpOverload[..., Any]) -> bool:
+    return op._schema.is_mutable
+
+
 def returns_alias(node: fx.Node) -> bool:
     """True if the schema says that the first result shares memory with an input."""
     op = overload(node)
-    returns = op._schema.returns if op is not None else []
+    return op is not None and _aliases_input(op)
+
+
+@cache
+def _aliases_input(op: OpOverload[..., Any]) -> bool:
+    returns = op._schema.returns
     return bool(returns) and returns[0].alias_info is not None
