@@ -5,9 +5,9 @@ sit in the same kernel never reaches memory. From FX alone this is decided conse
 
 * one reader that can fuse: virtual (a pointwise value with few reads is inlined there,
   ``torch/_inductor/ir.py``, ``StorageBox.should_realize_on_reuse``);
-* several readers: virtual only if all of them can fuse and no kernel of another kind (matmul,
-  attention, copy) stands between, so that one kernel can hold them all; values read far apart,
-  such as a residual, are stored, as are outputs;
+* several readers: virtual only if all of them can fuse and none needs what a kernel of another
+  kind (matmul, attention, copy) makes of the value, so that one kernel can hold them all; values
+  read far apart, such as a residual, are stored, as are outputs;
 * a value made from nothing (full, iota, random) is made again where it is read.
 
 Views are looked through. Mutations (``copy_``) store. Anything unknown cannot fuse.
@@ -239,7 +239,8 @@ def is_virtual(node: fx.Node) -> bool:
 
 
 _TAKES_FUSED = (OpKind.FUSIBLE, OpKind.ABSORBING)
-_KERNELS = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.MEMORY, OpKind.ABSORBING, OpKind.UNKNOWN)
+_LONGEST_LOOK = 4 * MAX_FUSION_SIZE
+"""Nodes that are looked at, related or not, for the readers of a value."""
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -256,15 +257,34 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:
-    """Whether all readers come before any kernel that cannot join, within one kernel's size."""
+    """Whether one kernel can compute ``node`` and all ``readers``.
+
+    It cannot if a reader needs what a separate kernel or a collective makes of ``node``. What has
+    nothing to do with ``node`` (packing a bucket, another layer's gradient) may stand between:
+    fusion does not care where it runs.
+    """
     missing = set(readers)
+    inside = {node}
+    behind: set[fx.Node] = set()
     current = node
-    for _ in range(MAX_FUSION_SIZE):
+    for _ in range(_LONGEST_LOOK):
         current = current.next
-        missing.discard(current)
-        if not missing:
-            return True
-        if current.op == "output" or op_kind(current) in _KERNELS:
+        if current.op == "output":
+            return False
+        inputs = current.all_input_nodes
+        is_behind = not behind.isdisjoint(inputs)
+        if current in missing:
+            missing.discard(current)
+            if is_behind or not missing:
+                return not is_behind
+        if is_behind:
+            behind.add(current)
+        elif not inside.isdisjoint(inputs):
+            joins = is_fusible(current) or is_view(current)
+            (inside if joins else behind).add(current)
+            if not joins and current in readers:
+                return False
+        if len(inside) + len(behind) > MAX_FUSION_SIZE:
             return False
     return False
 

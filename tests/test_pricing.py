@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.fx as fx
+from support.graphs import GraphBuilder
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -73,6 +74,43 @@ def test_a_value_read_far_away_is_stored() -> None:
     # The relu's kernel has just stored y; it writes only its own result.
     assert got["relu"] == pytest.approx(H100.memory_us(2 * MIB))
     assert got["add_1"] == pytest.approx(H100.memory_us(6 * MIB))
+
+
+def test_a_kernel_in_between_separates_only_what_needs_it() -> None:
+    """The matmul reads nothing of relu(x): both readers of that can be in one kernel."""
+
+    def independent(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.relu(x)
+        return y + 1, w @ w, y * 2
+
+    def dependent(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.relu(x)
+        return y + 1, y * ((y + 1) @ w)
+
+    graphs = [trace(f, (512, 512), (512, 512)) for f in (independent, dependent)]
+    virtual = [{node.name for node in graph.nodes if is_virtual(node)} for graph in graphs]
+    assert virtual == [{"relu"}, set()]
+
+
+def test_a_collective_separates_like_a_kernel() -> None:
+    """y is read by what is reduced, and with the result; the second one's reader waits for x."""
+    b = GraphBuilder()
+    x = b.input("x", 512, 512)
+    y = b.call(aten.relu.default, x)
+    reduced = b.wait(b.reduce_start(b.call(aten.add.Tensor, y, 1)))
+    b.graph.output(b.call(aten.add.Tensor, y, reduced))
+    assert not is_virtual(y)
+
+
+@pytest.mark.parametrize("num_between", [0, 10, 100])
+def test_prices_do_not_depend_on_where_unrelated_kernels_run(num_between: int) -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", 512, 512), b.input("w", 512, 512)
+    y = b.call(aten.relu.default, x)
+    first = b.call(aten.add.Tensor, y, 1)
+    copies = [b.call(aten.clone.default, w) for _ in range(num_between)]
+    b.graph.output((first, b.call(aten.mul.Tensor, y, 2), *copies))
+    assert is_virtual(y)
 
 
 def test_a_cast_before_packing_is_part_of_the_packing() -> None:
