@@ -3,7 +3,7 @@
 ``python benchmarks/bench_compile_time.py`` prints CPU seconds (``time.process_time``, one thread)
 for Llama 3 8B dimensions, 64 fake ranks, batch 2 x 4096, forward and backward graph together:
 
-* our auto pass as `optimize` runs it (search, rehearsal on a copy, bound, report) and torch's
+* our auto pass as Inductor's hook runs it (search, rehearsal on a copy, bound, report) and torch's
   automatic pass on the same graphs and prices, over the number of blocks, and the exponent of a
   power law fitted to them (least squares in logarithms);
 * of a whole ``torch.compile`` of a small model with two blocks, C++ kernels included, the share of
@@ -37,9 +37,9 @@ from inductor_overlap import inductor_passes, plugin
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
-from inductor_overlap.optimize import optimize, simulate
+from inductor_overlap.optimize import overlap_and_report, simulate
 from inductor_overlap.planner import fake_group
-from inductor_overlap.settings import GIB
+from inductor_overlap.settings import GIB, Settings
 from inductor_overlap.simple_fsdp import simple_fsdp
 
 NUM_RANKS = 64
@@ -88,7 +88,7 @@ def _measure(size: str, num_blocks: int, *, with_torch: bool) -> tuple[float, fl
     prices = ClusterCostModel(Cluster.preset(CLUSTER))
 
     def ours(gm: fx.GraphModule, limit_gb: float) -> None:
-        optimize(gm, cost_model=prices, memory_limit_gb=limit_gb)
+        overlap_and_report(gm.graph, Settings(cost_model=prices, memory_limit_gb=limit_gb))
 
     def torchs(gm: fx.GraphModule, limit_gb: float) -> None:
         overlap_automatically(gm, prices, NUM_RANKS)

@@ -82,7 +82,7 @@ def cluster_cases() -> list[ClusterCase]:
         *(ClusterCase(cluster, (64,)) for cluster in (ndr, hdr, efa, ethernet)),
         *(ClusterCase(cluster, (8, 8)) for cluster in (ndr, ethernet)),
         *(ClusterCase(cluster, (512,)) for cluster in (ndr, efa)),
-        ClusterCase(ndr, (4096,)),
+        ClusterCase(ndr, (64, 64)),
         ClusterCase(ndr, (512, 8)),
     ]
 
