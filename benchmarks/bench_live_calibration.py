@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cluster = calibrate_live()
-    unseen = measure_collectives(UNSEEN_SIZES)
+    unseen = measure_collectives(UNSEEN_SIZES, in_flight=cluster.queue_width)
     errors: list[float] = []
     lines: list[str] = []
     for kind in COLLECTIVE_KINDS:

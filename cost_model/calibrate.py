@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import median
 
 from inductor_overlap.cost_model.cluster import Cluster
@@ -144,18 +144,17 @@ def _curves(measured: Sequence[CollectiveMeasurement]) -> tuple[Curve, ...]:
 def _smooth(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:
     """Times of rising sizes that do not fall, nor do their latencies as far as the times allow.
 
-    Disturbances only add time, so a time is lowered to that of any larger size. A latency is what
-    is left of a time without its bytes at the rate of large sizes; that rate is lowered where it
-    would move times further than `_TOLERANCE`: then a step in the times is no noise but the
-    collective's own (another algorithm or protocol).
+    A latency is what is left of a time without its bytes at the rate of large sizes; that rate is
+    lowered where it would move times further than `_TOLERANCE`: then a step in the times is no
+    noise but the collective's own (another algorithm or protocol).
     """
-    lowered = tuple(reversed(tuple(accumulate(reversed(times_us), min))))
-    rate = _cheapest_us_per_byte(sizes, lowered)
+    rising = _with_rising_latencies(sizes, times_us, 0.0)
+    rate = _cheapest_us_per_byte(sizes, rising)
     for share in (1.0, 0.75, 0.5, 0.25):
-        smooth = _with_rising_latencies(sizes, lowered, share * rate)
-        if all(abs(a / b - 1) <= _TOLERANCE for a, b in zip(smooth, lowered, strict=True)):
+        smooth = _with_rising_latencies(sizes, rising, share * rate)
+        if all(abs(a / b - 1) <= _TOLERANCE for a, b in zip(smooth, rising, strict=True)):
             return smooth
-    return lowered
+    return rising
 
 
 def _with_rising_latencies(

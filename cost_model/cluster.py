@@ -308,6 +308,10 @@ class Cluster:
         return self.constants["launch_us"]
 
     @property
+    def collective_launch_us(self) -> float:
+        return self.constants["collective_launch_us"]
+
+    @property
     def queue_width(self) -> int:
         return int(self.constants["queue_width"])
 

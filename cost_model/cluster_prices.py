@@ -82,6 +82,7 @@ class ClusterCostModel:
             contention=cluster.contention_factor,
             queue_width=cluster.queue_width,
             links=links,
+            collective_launch_us=cluster.collective_launch_us,
         )
 
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:

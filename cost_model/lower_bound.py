@@ -110,7 +110,7 @@ def _relaxations(precedence: Precedence) -> Iterator[LowerBound]:
 
 def _launches(precedence: Precedence) -> Iterator[Job]:
     """Launching starts on the compute queue: as few as bucketing can leave."""
-    launch_us = precedence.launch_us
+    launch_us = precedence.schedule.machine.start_us
     if launch_us == 0.0:
         return
     classes: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)

@@ -28,7 +28,8 @@ from inductor_overlap.cost_model.measure_collectives import (
     check_process_group,
     measure_collectives,
 )
-from inductor_overlap.cost_model.measure_compute import measure_compute, measure_contention
+from inductor_overlap.cost_model.measure_compute import measure_compute
+from inductor_overlap.cost_model.measure_contention import measure_contention
 from inductor_overlap.cost_model.measurements import Measurement
 
 
@@ -57,7 +58,10 @@ def calibrate_live(
     where = placement(tuple(range(dist.get_world_size())), known.gpus_per_node)
     on_cpu = "nccl" not in dist.get_backend()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    collectives = measure_collectives(sizes_bytes, kinds, device, progress, budget_s, where)
+    in_flight = known.queue_width
+    collectives = measure_collectives(
+        sizes_bytes, kinds, device, progress, budget_s, where, in_flight
+    )
     measured: list[Measurement] = [*collectives]
     if on_cpu and known.gpu == "cpu":
         measured += measure_compute(progress, budget_s / 6)
@@ -68,4 +72,7 @@ def calibrate_live(
     def time_of_us(kind: str, size_bytes: int) -> float:
         return fitted.collective_us(kind, size_bytes, num_nodes=where[0], ranks_per_node=where[1])
 
-    return replace(fitted, contention=measure_contention(time_of_us, budget_s / 8))
+    found = measure_contention(time_of_us, budget_s / 8, in_flight)
+    launch = {"collective_launch_us": found.launch_us}
+    overrides = tuple(sorted((dict(fitted.overrides) | launch).items()))
+    return replace(fitted, contention=found.factor, overrides=overrides)

@@ -1,11 +1,14 @@
-"""Time collectives on the running process group.
+"""Time collectives on the running process group, as a training step sees them.
 
 What is timed is what compiled graphs run: functional collectives and their wait, output and all. A
-sample is a run of several, back to back, as nccl-tests times them; its time is that of the slowest
-rank; a case has the lower quartile of its samples, because other work only ever adds time. A round
-visits every case once, so that a disturbance does not fall on one case alone. Sizes rise until the
-next would take too long, and slow cases are sampled less often, so the whole takes a bounded time
-on any network; where the sizes end the formulas continue.
+sample is a stream of them, with as many in flight as the group's queue runs at once; its time is
+that of the slowest rank, for each collective. So bytes are timed at the rate that the network
+sustains: a rate limit lets what an idle time has saved up pass in a burst, which in a step is spent
+at once. To leave none, a sample begins with collectives that are not timed, and a round goes from
+large sizes to small ones without a pause. A round visits every case once, so that a disturbance
+does not fall on one case alone, and a case has the median of its samples. Sizes rise until the next
+would take too long, and slow cases are sampled less often, so the whole takes a bounded time on any
+network; where the sizes end the formulas continue.
 
 Every rank must call `measure_collectives`, and every rank gets the same list: counts and times are
 agreed by all-reduce. Refused (``ValueError``): no process group, a single rank, bad sizes, an
@@ -18,8 +21,10 @@ unknown kind.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -36,9 +41,11 @@ BUDGET_S = 60.0
 FIRST_SHARE = 0.75
 """Share of the budget for a first sample of every size."""
 SAMPLES = 20
-SAMPLE_US = 5e3
-"""Length of a sample, at least one collective."""
-MAX_RUNS = 50
+SAMPLE_US = 20e3
+"""Length of what is timed in a sample, at least one collective for each in flight."""
+MAX_RUNS = 200
+LEAD_SHARE = 0.25
+"""What runs before that, untimed: longer than the pause between samples, whatever that saves up."""
 _ITEM_BYTES = 4
 
 Progress = Callable[[str, float], None]
@@ -46,7 +53,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(slots=True)
-class _Case:
+class Case:
     """One kind and size; its samples are agreed times (us) of one collective.
 
     The first sample, which also warms buffers up, counts only where there is no other.
@@ -54,26 +61,38 @@ class _Case:
 
     kind: str
     size_bytes: int
+    in_flight: int
     first_us: float
     samples_us: list[float] = field(default_factory=list[float])
     spent_s: float = 0.0
 
     @property
     def time_us(self) -> float:
-        return undisturbed(self.samples_us or [self.first_us])
+        return median(self.samples_us or [self.first_us])
 
     @property
     def runs(self) -> int:
-        """Collectives of one more sample."""
-        return max(1, min(MAX_RUNS, round(SAMPLE_US / self.time_us)))
+        """Timed collectives of one more sample."""
+        return self._streams(min(MAX_RUNS, SAMPLE_US / self.time_us))
+
+    @property
+    def lead(self) -> int:
+        """Collectives before them."""
+        return self._streams(LEAD_SHARE * self.runs)
+
+    def _streams(self, count: float) -> int:
+        """About ``count`` collectives, as many for each that is in flight."""
+        return self.in_flight * max(1, round(count / self.in_flight))
 
     def has_time(self, share_s: float) -> bool:
         """Whether one more sample keeps the case within ``share_s``."""
-        return self.spent_s + self.runs * self.time_us * 1e-6 <= share_s
+        return self.spent_s + (self.lead + self.runs) * self.time_us * 1e-6 <= share_s
 
-    def add(self, sample_us: float, runs: int) -> None:
+    def sample(self, device: torch.device) -> None:
+        runs, lead = self.runs, self.lead
+        sample_us = _sample_us(self.kind, self.size_bytes, lead, runs, self.in_flight, device)
         self.samples_us.append(sample_us)
-        self.spent_s += runs * sample_us * 1e-6
+        self.spent_s += (lead + runs) * sample_us * 1e-6
 
 
 def measure_collectives(
@@ -83,6 +102,7 @@ def measure_collectives(
     progress: Progress | None = None,
     budget_s: float = BUDGET_S,
     placement: tuple[int, int] | None = None,
+    in_flight: int = 1,
 ) -> list[CollectiveMeasurement]:
     """Times of ``kinds`` at ``sizes_bytes`` on the default process group.
 
@@ -94,6 +114,7 @@ def measure_collectives(
         budget_s: about how long it may take; the largest sizes are left out if one run of each
             takes longer.
         placement: nodes, and ranks on each; None: as `read_surroundings` finds them.
+        in_flight: collectives in flight at once: how many the group's queue runs (gloo 2, NCCL 1).
 
     Raises:
         ValueError: no process group of at least two ranks, a size that is too small to share, or
@@ -105,8 +126,8 @@ def measure_collectives(
     sizes = [_shared_size(size) for size in sorted(sizes_bytes)]
     report = progress or _ignore
     on = torch.device(device)
-    cases = _first_samples(sizes, kinds, on, FIRST_SHARE * budget_s, report)
-    left_s = budget_s - 1e-6 * sum(case.first_us for case in cases)
+    cases = _first_samples(sizes, kinds, in_flight, on, FIRST_SHARE * budget_s, report)
+    left_s = budget_s - 1e-6 * in_flight * sum(case.first_us for case in cases)
     _further_samples(cases, on, left_s / len(cases), report)
     num_nodes, ranks_per_node = placement or _placement()
     return [
@@ -143,55 +164,64 @@ def _shared_size(size_bytes: int) -> int:
 def _first_samples(
     sizes: Sequence[int],
     kinds: Sequence[str],
+    in_flight: int,
     device: torch.device,
     budget_s: float,
     progress: Progress,
-) -> list[_Case]:
-    """One collective of each kind and size, up to sizes for which ``budget_s`` is too short.
+) -> list[Case]:
+    """One collective in flight of each kind and size, up to sizes for which ``budget_s`` is short.
 
     A first collective of the least size, untimed, sets up connections.
     """
-    cases: list[_Case] = []
+    cases: list[Case] = []
     for kind in kinds:
-        _sample_us(kind, sizes[0], 1, device)
+        _sample_us(kind, sizes[0], 0, 1, 1, device)
         left_us = 1e6 * budget_s / len(kinds)
         for size in sizes:
-            case = _Case(kind, size, _sample_us(kind, size, 1, device))
-            cases.append(case)
+            first_us = _sample_us(kind, size, 0, in_flight, in_flight, device)
+            cases.append(Case(kind, size, in_flight, first_us))
             progress("sizes", len(cases) / (len(sizes) * len(kinds)))
-            left_us -= case.first_us
-            if left_us < 2 * case.first_us:
+            left_us -= in_flight * first_us
+            if left_us < 2 * in_flight * first_us:
                 break
     return cases
 
 
 def _further_samples(
-    cases: Sequence[_Case], device: torch.device, share_s: float, progress: Progress
+    cases: Sequence[Case], device: torch.device, share_s: float, progress: Progress
 ) -> None:
-    """Samples of every case in turn, each case as often as ``share_s`` allows."""
+    """Samples of every case in turn, large ones first, each as often as ``share_s`` allows."""
+    falling = sorted(cases, key=lambda case: -case.size_bytes)
     for number in range(SAMPLES):
-        for case in cases:
+        for case in falling:
             if case.has_time(share_s):
-                runs = case.runs
-                case.add(_sample_us(case.kind, case.size_bytes, runs, device), runs)
+                case.sample(device)
         progress("collectives", (number + 1) / SAMPLES)
 
 
-def _sample_us(kind: str, size_bytes: int, runs: int, device: torch.device) -> float:
-    """Mean time (us) of ``runs`` collectives, back to back, on the slowest rank."""
-    run = _collective(kind, size_bytes // _ITEM_BYTES, device)
+def _sample_us(
+    kind: str, size_bytes: int, lead: int, runs: int, in_flight: int, device: torch.device
+) -> float:
+    """Mean time (us) of ``runs`` collectives on the slowest rank, after ``lead`` untimed ones."""
+    start = start_collective(kind, size_bytes // _ITEM_BYTES, device)
     dist.barrier()
+    stream(start, lead, in_flight)
     synchronise(device)
     begin = time.perf_counter()
-    for _ in range(runs):
-        run()
+    stream(start, runs, in_flight)
     synchronise(device)
     return slowest_us((time.perf_counter() - begin) * 1e6 / runs, device)
 
 
-def undisturbed(samples_us: Sequence[float]) -> float:
-    """The lower quartile: what a quiet machine takes, without trusting a single lucky sample."""
-    return sorted(samples_us)[(len(samples_us) - 1) // 4]
+def stream(start: Callable[[], torch.Tensor], runs: int, in_flight: int) -> None:
+    """Runs ``runs`` collectives, ``in_flight`` at once: one begins when the oldest has ended."""
+    pending: deque[torch.Tensor] = deque()
+    for _ in range(runs):
+        if len(pending) == in_flight:
+            wait_tensor(pending.popleft())
+        pending.append(start())
+    while pending:
+        wait_tensor(pending.popleft())
 
 
 def slowest_us(own_us: float, device: torch.device) -> float:
@@ -204,12 +234,6 @@ def slowest_us(own_us: float, device: torch.device) -> float:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A call of ``kind`` whose nccl-tests size is ``items`` fp32 values."""
-    start = start_collective(kind, items, device)
-    return lambda: wait_tensor(start())
 
 
 _FUNCTIONAL: Any = torch.ops._c10d_functional

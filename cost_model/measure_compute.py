@@ -1,11 +1,11 @@
 """Time kernels of this machine while all ranks of the process group run the same.
 
-Matmuls, fused attention and memory-bound kernels of the sizes a small training step has, and how
-much collectives in flight slow them down. All ranks begin together, so that what they share (cores,
-memory) is shared as in training. A round takes one sample of every kernel, and samples are short,
-so that many fall between the turns that other processes get; the time that counts is that of the
-slowest rank, so that every rank gets the same list. For CPUs: GPUs have tables in the profiles, and
-a burst of one kernel on an idle GPU says little about a training step.
+Matmuls, fused attention and memory-bound kernels of the sizes a small training step has. All ranks
+begin together, so that what they share (cores, memory) is shared as in training. A round takes one
+sample of every kernel, and samples are short, so that many fall between the turns that other
+processes get; the time that counts is that of the slowest rank, so that every rank gets the same
+list. For CPUs: GPUs have tables in the profiles, and a burst of one kernel on an idle GPU says
+little about a training step.
 """
 
 # torch.distributed is partially typed.
@@ -14,7 +14,7 @@ a burst of one kernel on an idle GPU says little about a training step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,6 @@ from inductor_overlap.cost_model.measure_collectives import (
     Progress,
     check_process_group,
     slowest_us,
-    start_collective,
-    undisturbed,
-    wait_tensor,
 )
 from inductor_overlap.cost_model.measurements import (
     AttentionMeasurement,
@@ -54,10 +51,6 @@ SAMPLE_US = 2e3
 MIN_SAMPLES, MAX_SAMPLES = 5, 60
 BUDGET_S = 10.0
 """How long all kernels may take together."""
-CONTENTION_SAMPLES = 3
-MOST_CONTENTION = 20.0
-"""Bound for what is measured: with it compute beside a collective practically stands still."""
-_CONTENDERS = ("all_gather", "reduce_scatter")
 _CPU = torch.device("cpu")
 
 _Case = tuple[Callable[[], object], Callable[[float], Measurement]]
@@ -94,6 +87,11 @@ def measure_compute(
         measurement(slowest_us(time_us, _CPU))
         for (_, measurement), time_us in zip(cases, own_us, strict=True)
     ]
+
+
+def undisturbed(samples_us: Sequence[float]) -> float:
+    """The lower quartile: what a quiet core takes, without trusting a single lucky sample."""
+    return sorted(samples_us)[(len(samples_us) - 1) // 4]
 
 
 def _warm_us(run: Callable[[], object]) -> float:
@@ -162,60 +160,3 @@ def _memory_kernel(items: int, operands: int) -> _Case:
         return torch.add(left, right, out=result)
 
     return run, lambda time_us: MemoryMeasurement(4 * items * operands, time_us)
-
-
-def measure_contention(time_of_us: Callable[[str, int], float], budget_s: float) -> float:
-    """Factor by which compute is slower while a collective is in flight, on the slowest rank.
-
-    A collective that takes T alone runs beside compute that takes C > T alone. If both together
-    take X, compute got T / f done in the time T, so f = T / (T + C - X): a slowdown of the
-    collective by compute is counted with it, and a schedule's total comes out right.
-
-    Args:
-        time_of_us: time of a collective of a kind and a size (nccl-tests bytes), as measured.
-        budget_s: about how long it may take.
-
-    Raises:
-        ValueError: no process group of at least two ranks.
-    """
-    check_process_group()
-    # A sample is the collective alone, compute alone (1.5 times as long) and both together.
-    longest_us = 1e6 * budget_s / (4 * CONTENTION_SAMPLES * len(_CONTENDERS))
-    factors = [
-        _contention(kind, _size_within(longest_us, kind, time_of_us))
-        for kind in _CONTENDERS
-        for _ in range(CONTENTION_SAMPLES)
-    ]
-    return undisturbed(factors)
-
-
-def _size_within(limit_us: float, kind: str, time_of_us: Callable[[str, int], float]) -> int:
-    """The largest power of two, from 4 KiB to 64 MiB, that takes at most ``limit_us``."""
-    sizes = (2**exponent for exponent in range(26, 12, -1))
-    return next((size for size in sizes if time_of_us(kind, size) <= limit_us), 2**12)
-
-
-def _contention(kind: str, size_bytes: int) -> float:
-    start = start_collective(kind, size_bytes // 4, _CPU)
-    matmul, _ = _matmul(torch.ones(256, 512), torch.ones(512, 512), "fp32")
-    alone_us = _together_us(lambda: wait_tensor(start()))
-    runs = 1 + int(1.5 * alone_us / slowest_us(_mean_us(matmul, 10), _CPU))
-
-    def compute() -> None:
-        for _ in range(runs):
-            matmul()
-
-    def overlapped() -> None:
-        pending = start()
-        compute()
-        wait_tensor(pending)
-
-    hidden_us = alone_us + _together_us(compute) - _together_us(overlapped)
-    factor = alone_us / max(hidden_us, alone_us / MOST_CONTENTION)
-    return max(1.0, factor)
-
-
-def _together_us(run: Callable[[], object]) -> float:
-    """Time (us) of one run that all ranks begin together, on the slowest rank."""
-    dist.barrier()
-    return slowest_us(_mean_us(run, 1), _CPU)

@@ -106,7 +106,8 @@ class Machine:
     """How the queues behave: constants of the cluster profile.
 
     Attributes:
-        launch_us: host overhead of every compute task with a duration and of every start.
+        launch_us: host overhead of every compute task with a duration.
+        collective_launch_us: host overhead of every start; None: the same.
         contention: factor (>= 1) by which compute is slower while a collective is in flight.
         queue_width: collectives that one communicator runs at once (NCCL 1, gloo 2).
         links: communicator -> name of the link it uses. Communicators on one link share its
@@ -117,14 +118,22 @@ class Machine:
     contention: float = 1.0
     queue_width: int = 1
     links: Mapping[str, str] = field(default_factory=dict[str, str])
+    collective_launch_us: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.launch_us < math.inf:
             raise ValueError(f"launch_us must be finite and >= 0, got {self.launch_us}")
+        if not 0.0 <= self.start_us < math.inf:
+            raise ValueError(f"collective_launch_us must be finite and >= 0, got {self.start_us}")
         if not 1.0 <= self.contention < math.inf:
             raise ValueError(f"contention must be finite and >= 1, got {self.contention}")
         if self.queue_width < 1:
             raise ValueError(f"queue_width must be >= 1, got {self.queue_width}")
+
+    @property
+    def start_us(self) -> float:
+        """Host overhead (us) of every start."""
+        return self.launch_us if self.collective_launch_us is None else self.collective_launch_us
 
     def link(self, queue: str) -> str:
         return self.links.get(queue, queue)

@@ -3,7 +3,7 @@
 The arbiter of every decision. Its rules:
 
 * One compute queue runs the tasks in program order. A compute task takes ``duration_us`` plus the
-  machine's ``launch_us``; one of no duration (a view) is free. A start costs ``launch_us`` on the
+  machine's ``launch_us``; one of no duration (a view) is free. A start costs ``start_us`` on the
   compute queue and is enqueued on its communicator when the compute queue reaches it. A wait
   stalls compute until its collective has ended.
 * Queues and links are those of `network`: FIFO per communicator, bandwidth shared per link.
@@ -126,6 +126,7 @@ class _Replay:
         self.compute_us = 0.0
         self.exposed_by: dict[str, float] = {}
         self._launch_us = machine.launch_us
+        self._start_us = machine.start_us
         self._contention = machine.contention
         self._network = Network(machine)
         self._unwaited: dict[str, Transfer] = {}
@@ -159,8 +160,8 @@ class _Replay:
         transfer = self._network.enqueue(task, position, self.now_us)
         self._unwaited[task.name] = transfer
         self._trace.append(transfer)
-        if self._launch_us > 0.0:
-            self._occupy(task, self._launch_us)
+        if self._start_us > 0.0:
+            self._occupy(task, self._start_us)
 
     def _wait(self, task: Task) -> None:
         transfer = self._unwaited.pop(task.collective, None)

@@ -191,6 +191,8 @@ def test_launches_count_once_for_what_can_be_merged() -> None:
     apart = [replace(task, bucket_key=(task.name,)) for task in tasks]
     bound = lower_bound(schedule(*apart, *map(wait, "stu"), launch_us=1))
     assert bound.relaxations["compute"] == 3
+    dear = lower_bound(schedule(*apart, *map(wait, "stu"), launch_us=1, collective_launch_us=5))
+    assert dear.relaxations["compute"] == 15
 
 
 def test_shared_link_adds_up_bytes() -> None:

@@ -16,7 +16,7 @@ from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.detect import Surroundings, read_surroundings
 from inductor_overlap.cost_model.measure import calibrate_live
 from inductor_overlap.cost_model.measure_collectives import measure_collectives
-from inductor_overlap.cost_model.measure_compute import measure_contention
+from inductor_overlap.cost_model.measure_contention import measure_contention
 from inductor_overlap.cost_model.profile_file import read_profile
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +76,7 @@ def test_all_ranks_measure_the_same_and_fit_the_same_cluster(seen: list[Seen]) -
     assert whats == {"attention", "collective", "matmul", "memory"}
     assert first.fitted.contention is not None
     assert first.fitted.contention >= 1.0
+    assert "collective_launch_us" in dict(first.fitted.overrides)
 
 
 @pytest.mark.gloo

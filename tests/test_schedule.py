@@ -55,6 +55,10 @@ def test_invalid_orders_are_refused(tasks: tuple[Task, ...], message: str) -> No
         (lambda: start("s", 1.0, wire_us=math.nan), "wire_us must be >= 0, got nan"),
         (lambda: Buffer("b", -1), "size_bytes must be >= 0, got -1"),
         (lambda: Machine(launch_us=-1.0), "launch_us must be finite and >= 0"),
+        (
+            lambda: Machine(collective_launch_us=-1.0),
+            "collective_launch_us must be finite and >= 0",
+        ),
         (lambda: Machine(contention=0.5), "contention must be finite and >= 1, got 0.5"),
         (lambda: Machine(queue_width=0), "queue_width must be >= 1, got 0"),
     ],

@@ -185,6 +185,15 @@ def test_launch_overhead_counts_for_compute_and_starts_only() -> None:
     assert timeline.compute_us == 4
 
 
+def test_launching_a_collective_may_cost_another_time_than_a_kernel() -> None:
+    # s is enqueued at 0 and launched until 3; a 3-6 (1 + 2) hides the rest of it.
+    tasks = [start("s", 5), compute("a", 2), wait("s")]
+    timeline = simulate(schedule(*tasks, launch_us=1, collective_launch_us=3))
+    assert spans_of(timeline, "compute") == [("s", 0, 3), ("a", 3, 6)]
+    assert timeline.compute_us == 6
+    assert simulate(schedule(*tasks, launch_us=1, collective_launch_us=0)).compute_us == 3
+
+
 def test_contention_slows_compute_while_a_collective_is_in_flight() -> None:
     # Collective 0-3. Of a's 4, 3 us at rate 1/1.5 do 2; the other 2 run at full rate: 3 + 2.
     timeline = simulate(schedule(start("s", 3), compute("a", 4), wait("s"), contention=1.5))

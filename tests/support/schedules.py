@@ -59,6 +59,7 @@ def machines(draw: st.DrawFn, shape: Shape = Shape()) -> Machine:
         contention=draw(st.sampled_from([1.0, 1.25, 2.0])),
         queue_width=draw(st.sampled_from([1, 1, 2])),
         links=dict.fromkeys(shape.queues, "net") if shared else {},
+        collective_launch_us=draw(st.sampled_from([None, 0.0, 2.0])),
     )
 
 

@@ -1,0 +1,87 @@
+"""What live measurement makes of its times, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from inductor_overlap.cost_model import measure_collectives
+from inductor_overlap.cost_model.measure_collectives import Case, stream
+from inductor_overlap.cost_model.measure_contention import Contention, Loss, contention_of
+
+pytestmark = pytest.mark.quick
+
+
+def test_small_and_large_collectives_tell_launch_from_contention() -> None:
+    # A quarter of the time in flight is lost, 10 ms more of it cost 2.5 ms more: 1 / (1 - 1/4).
+    # Of the 600 us beside 1 ms, 250 are that quarter; the launch is the rest.
+    found = contention_of([Loss(1000, 600)], [Loss(11000, 3100)])
+    assert found.factor == pytest.approx(4 / 3)
+    assert found.launch_us == pytest.approx(350)
+
+
+def test_kinds_are_averaged() -> None:
+    # Means: small 1 ms, 0.3 ms lost; large 5 ms, 2.3 ms lost: half of what is in flight.
+    small = [Loss(500, 200), Loss(1500, 400)]
+    found = contention_of(small, [Loss(4000, 1600), Loss(6000, 3000)])
+    assert found.factor == pytest.approx(2)
+    assert found.launch_us == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "expected"),
+    [
+        # Compute beside it stands still, and more: the bound, which covers the launch too.
+        (Loss(100, 120), Loss(1000, 1200), Contention(25.0, 20.0)),
+        # Nothing is lost, or noise says that something is won.
+        (Loss(100, 0), Loss(1000, 0), Contention(0.0, 1.0)),
+        (Loss(100, 30), Loss(1000, -50), Contention(30.0, 1.0)),
+    ],
+)
+def test_what_is_measured_is_kept_in_bounds(small: Loss, large: Loss, expected: Contention) -> None:
+    found = contention_of([small], [large])
+    assert found.factor == pytest.approx(expected.factor)
+    assert found.launch_us == pytest.approx(expected.launch_us)
+
+
+def test_a_sample_lasts_its_time_and_counts_for_each_in_flight() -> None:
+    # 20 ms of 700 us each are 28.6, in pairs 28; a quarter of 28 in pairs is 8 (7 / 2 rounds to 4).
+    case = Case("all_gather", 1024, in_flight=2, first_us=700.0)
+    assert (case.runs, case.lead) == (28, 8)
+    # Of long ones as many as are in flight, before and in the sample.
+    case = Case("all_gather", 2**26, in_flight=2, first_us=1e6)
+    assert (case.runs, case.lead) == (2, 2)
+    assert case.has_time(4.0)
+    assert not case.has_time(3.9)
+
+
+def test_a_case_has_the_median_of_its_samples_and_its_first_only_for_want_of_others() -> None:
+    case = Case("all_gather", 1024, in_flight=1, first_us=9.0)
+    assert case.time_us == 9.0
+    # A burst is no more to be believed than a disturbance.
+    case.samples_us += [1.0, 4.0, 5.0, 4.2, 30.0]
+    assert case.time_us == 4.2
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_a_stream_keeps_as_many_in_flight(monkeypatch: pytest.MonkeyPatch, in_flight: int) -> None:
+    started: list[int] = []
+    waited: list[int] = []
+    most = 0
+
+    def start() -> torch.Tensor:
+        nonlocal most
+        started.append(len(started))
+        most = max(most, len(started) - len(waited))
+        return torch.tensor(started[-1])
+
+    def wait(result: torch.Tensor) -> None:
+        waited.append(int(result))
+
+    waiting: Callable[[torch.Tensor], None] = wait
+    monkeypatch.setattr(measure_collectives, "wait_tensor", waiting)
+    stream(start, 7, in_flight)
+    assert waited == started == list(range(7))
+    assert most == in_flight
