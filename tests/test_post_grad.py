@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -79,6 +81,33 @@ def test_llama_is_planned_well_and_once(llama: list[fx.GraphModule], wrap: Any) 
         after = fingerprint(graph)
         second = overlap(graph, wrap, resolve_cost_model("h100-ib", None))
         assert second.moved_nodes == 0 and fingerprint(graph) == after
+
+
+class _WatchingPrices(TestPrices):
+    """Notes whether the garbage collector runs while it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected = False
+
+    def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        self.collected |= gc.isenabled()
+        return super().collective_us(kind, size_bytes, ranks)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_garbage_collector_rests_while_planning(was_enabled: bool) -> None:
+    prices = _WatchingPrices()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        overlap(two_linear_layers(GraphBuilder()).graph, "auto", prices)
+        assert gc.isenabled() == was_enabled
+        with pytest.raises(MemoryLimitError):
+            overlap(two_linear_layers(GraphBuilder()).graph, "auto", prices, limit=1.0)
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+    assert not prices.collected
 
 
 @pytest.mark.parametrize("preset", Cluster.presets())
