@@ -45,9 +45,13 @@ def list_schedule(
             the memory in which reductions could overlap.
         issue_order: names of all starts, fixed ones included, in the order to keep; empty: free.
     """
-    scheduler = _ListScheduler(program, memory_limit_bytes, issue_order)
-    scheduler.prefetch_us, scheduler.reductions_first = prefetch_us, reductions_first
-    return scheduler.run()
+    return _ListScheduler(
+        program,
+        memory_limit_bytes,
+        prefetch_us=prefetch_us,
+        reductions_first=reductions_first,
+        issue_order=issue_order,
+    ).run()
 
 
 def reductions_together(
@@ -62,8 +66,7 @@ def reductions_together(
         longest_us: a bucket closes before it takes longer than this.
         memory_limit_bytes: as in `list_schedule`.
     """
-    scheduler = _ListScheduler(program, memory_limit_bytes)
-    scheduler.merge_us = longest_us
+    scheduler = _ListScheduler(program, memory_limit_bytes, merge_us=longest_us)
     scheduler.run()
     return scheduler.together
 
@@ -73,13 +76,17 @@ class _ListScheduler:
         self,
         program: Program,
         limit_bytes: float,
+        *,
+        prefetch_us: float = math.inf,
+        reductions_first: bool = False,
         issue_order: Sequence[str] = (),
+        merge_us: float = 0.0,
     ) -> None:
         self.program = program
+        self.prefetch_us = prefetch_us
+        self.reductions_first = reductions_first
         self.issue_order = deque(issue_order)
-        self.prefetch_us = math.inf
-        self.reductions_first = False
-        self.merge_us = 0.0
+        self.merge_us = merge_us
         self.together: list[list[FreeCollective]] = []
         self.merged_us: dict[str, float] = {}
         self.tasks = program.schedule.by_name
