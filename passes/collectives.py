@@ -134,10 +134,11 @@ def find_collectives(graph: fx.Graph) -> list[Collective]:
     """Describe every functional collective of ``graph``, in graph order."""
     written = _written_graph_inputs(graph)
     sizes = _group_sizes(graph)
+    position = {node: index for index, node in enumerate(graph.nodes)}
     found: dict[str, Collective] = {}
     for node in graph.nodes:
         if is_start(node):
-            found[node.name] = _describe(node, written, found, sizes)
+            found[node.name] = _describe(node, written, found, sizes, position)
     return list(found.values())
 
 
@@ -146,6 +147,7 @@ def _describe(
     written: frozenset[fx.Node],
     found: dict[str, Collective],
     sizes: dict[str, int],
+    position: Mapping[fx.Node, int],
 ) -> Collective:
     waits = tuple(_waits(start))
     given = arguments(start)
@@ -158,7 +160,7 @@ def _describe(
     kind = collective_kind(start)
     pack = _pack(start)
     head, shared, root = _head(start, pack) if kind == "all_gather" else ((), (), None)
-    tail, ends_in_output = _tail(waits)
+    tail, ends_in_output = _tail(waits, position)
     follows = _followed_reduction(start, found)
     why_fixed = _why_fixed(start, kind, waits, source, root, written, ends_in_output)
     fqn = parameter_fqn(start) or (descriptor_fqn(root) if root is not None else None)
@@ -288,7 +290,9 @@ def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
 
 
-def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
+def _tail(
+    waits: Sequence[fx.Node], position: Mapping[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], bool]:
     """Unary chain of nodes after the wait, and whether everything it reaches is a graph output.
 
     Another reduction of the result (HSDP's all-reduce) is followed, not counted as use. The chain
@@ -307,8 +311,7 @@ def _tail(waits: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], bool]:
         if len(node.all_input_nodes) == 1 and not is_start(node) and not is_wait(node):
             tail.append(node)
         pending.extend(node.users)
-    order = {node: position for position, node in enumerate(waits[0].graph.nodes)} if tail else {}
-    tail.sort(key=lambda node: order[node])
+    tail.sort(key=position.__getitem__)
     joins = [node for node in seen if is_start(node) or len(node.all_input_nodes) > 1]
     shared = {user for node in joins for user in _reached(node)}
     return tuple(node for node in tail if node not in shared), True
