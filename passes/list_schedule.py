@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Task
@@ -55,15 +55,16 @@ def list_schedule(
 
 
 def reductions_together(
-    program: Program, *, longest_us: float, memory_limit_bytes: float = math.inf
+    program: Program, *, longest_us: Mapping[str, float], memory_limit_bytes: float = math.inf
 ) -> list[list[FreeCollective]]:
     """Which reductions wait together when their link becomes free: buckets that save latency.
 
-    The same walk as `list_schedule`, in which whatever is pending on a link starts as one.
+    The same walk as `list_schedule`, in which whatever is pending on a link starts as one. For
+    HSDP, all-reduces of several reduce-scatters join where their network is the slower one.
 
     Args:
         program: its gathers as they will be, its reductions single.
-        longest_us: a bucket closes before it takes longer than this.
+        longest_us: kind of reduction -> a bucket closes before it takes longer than this.
         memory_limit_bytes: as in `list_schedule`.
     """
     scheduler = _ListScheduler(program, memory_limit_bytes, merge_us=longest_us)
@@ -80,13 +81,13 @@ class _ListScheduler:
         prefetch_us: float = math.inf,
         reductions_first: bool = False,
         issue_order: Sequence[str] = (),
-        merge_us: float = 0.0,
+        merge_us: Mapping[str, float] | None = None,
     ) -> None:
         self.program = program
         self.prefetch_us = prefetch_us
         self.reductions_first = reductions_first
         self.issue_order = deque(issue_order)
-        self.merge_us = merge_us
+        self.merge_us = merge_us or {}
         self.together: list[list[FreeCollective]] = []
         self.merged_us: dict[str, float] = {}
         self.tasks = program.schedule.by_name
@@ -175,7 +176,7 @@ class _ListScheduler:
                 collective = self._choose(link, index)
                 if collective is None:
                     break
-                for member in self._merge(collective, self._slack_us(link)):
+                for member in self._merge(collective, self.clock_us, self._slack_us(link)):
                     self._emit(member.name, index)
 
     def _choose(self, link: str, index: int) -> FreeCollective | None:
@@ -211,18 +212,22 @@ class _ListScheduler:
             queue.popleft()
         return queue[0] if queue else None
 
-    def _merge(self, first: FreeCollective, slack_us: float = math.inf) -> list[FreeCollective]:
-        """``first`` and what is pending beside it, as far as one bucket may hold them."""
+    def _merge(
+        self, first: FreeCollective, now_us: float, slack_us: float = math.inf
+    ) -> list[FreeCollective]:
+        """``first`` and what is pending beside it by ``now_us``, as far as a bucket may hold it."""
         members = [first]
-        if first.is_gather or self.merge_us <= 0.0 or first.follows or not first.can_merge:
+        longest_us = min(self.merge_us.get(first.kind, 0.0), slack_us)
+        if longest_us <= 0.0 or not first.can_merge:
             return members
         size_bytes = first.size_bytes
-        longest_us = min(self.merge_us, slack_us)
         too_large = math.inf
         for other in self.pending[self._link(first)].values():
             same = other.bucket_key == first.bucket_key and other.can_merge
             grown = size_bytes + other.size_bytes
             if other is first or not same or grown >= too_large:
+                continue
+            if not self._is_reducible(other, now_us):
                 continue
             if self._collective_us(first, grown) <= longest_us:
                 members.append(other)
@@ -245,12 +250,13 @@ class _ListScheduler:
             return None
         if collective.is_gather:
             return self._admissible(collective, link, index)
-        can_start = collective.name in self.pending[link] and self._is_reducible(collective)
+        is_pending = collective.name in self.pending[link]
+        can_start = is_pending and self._is_reducible(collective, self.clock_us)
         return collective if can_start else None
 
     def _can_start(self, reduction: FreeCollective, index: int) -> bool:
         """Whether a pending reduction has its input, and room for what its start allocates."""
-        if not self._is_reducible(reduction):
+        if not self._is_reducible(reduction, self.clock_us):
             return False
         while not self._has_room(reduction, index):
             if not self._retire_finished():
@@ -264,13 +270,11 @@ class _ListScheduler:
         before = [self.tasks[name] for name in self.emitter.missing(reduction.name)[:-1]]
         return self.room.has_room(index, size_bytes, before)
 
-    def _is_reducible(self, reduction: FreeCollective) -> bool:
-        """False while the reduction that this one continues (HSDP) is still on the wire."""
+    def _is_reducible(self, reduction: FreeCollective, now_us: float) -> bool:
+        """False if the reduction that this one continues (HSDP) is on the wire at ``now_us``."""
         if not reduction.follows:
             return True
-        return all(
-            self.end_us.get(name, math.inf) <= self.clock_us for name in self._feeding(reduction)
-        )
+        return all(self.end_us.get(name, math.inf) <= now_us for name in self._feeding(reduction))
 
     def _feeding(self, reduction: FreeCollective) -> list[str]:
         missing = self.emitter.missing(reduction.name)
@@ -356,7 +360,7 @@ class _ListScheduler:
             while (oldest := _oldest(queue)) is not None:
                 while self.in_flight and not self._has_room(oldest, end):
                     self._retire_oldest()
-                for member in self._merge(oldest):
+                for member in self._merge(oldest, self._begin_us(self._link(oldest))):
                     self._emit(member.name)
 
 

@@ -148,16 +148,15 @@ def pending_together(
         factor: a bucket closes before it takes this many latencies.
         memory_limit_bytes: what the order must keep to.
     """
-    latency_us = _latency_us(program, [r for r in program.reductions if r.can_merge])
+    by_kind: dict[str, list[FreeCollective]] = {}
+    for reduction in program.reductions:
+        if reduction.can_merge:
+            by_kind.setdefault(reduction.kind, []).append(reduction)
+    longest_us = {kind: factor * _latency_us(program, group) for kind, group in by_kind.items()}
     together = reductions_together(
-        bucketed, longest_us=factor * latency_us, memory_limit_bytes=memory_limit_bytes
+        bucketed, longest_us=longest_us, memory_limit_bytes=memory_limit_bytes
     )
-    groups: list[Group] = [[program.by_name[c.name] for c in group] for group in together]
-    follower = {r.follows: r for r in program.reductions if r.follows}
-    groups += [
-        [follower[member.name] for member in group if member.name in follower] for group in groups
-    ]
-    return [group for group in groups if group]
+    return [[program.by_name[c.name] for c in group] for group in together]
 
 
 def _mergeable_gathers(program: Program) -> list[Group]:

@@ -277,6 +277,41 @@ def test_reductions_that_wait_for_the_link_go_together() -> None:
     assert [len(group) for group in groups] == [1, 2, 1]
 
 
+def test_all_reduces_that_wait_for_a_slower_network_go_together() -> None:
+    """HSDP. c0-c4 take 2 us each; r0-r4 take 1 us on their own link and never wait there.
+
+    a0 runs 4-8, as soon as r0 has ended; by 8 r1 and r2 have ended, but not r3. a1 and a2 together
+    run 8-15; by then r3 and r4 have ended.
+    """
+    tasks, buffers, found = [], [], []
+    for i in range(5):
+        names = (f"d{i}", f"s{i}", f"g{i}")
+        buffers += [Buffer(name, 10, is_output=name == f"g{i}") for name in names]
+        before = (f"c{i - 1}",) if i else ()
+        tasks += [
+            compute(f"c{i}", 2, *before, writes=(f"d{i}",)),
+            start(f"r{i}", 1, f"c{i}", reads=(f"d{i}",), writes=(f"s{i}",)),
+            wait(f"r{i}", reads=(f"s{i}",)),
+            start(
+                f"a{i}",
+                4,
+                f"wait_r{i}",
+                queue="net",
+                wire_us=3,
+                reads=(f"s{i}",),
+                writes=(f"g{i}",),
+            ),
+            wait(f"a{i}", reads=(f"g{i}",)),
+        ]
+        found += [
+            free(f"r{i}", "reduce_scatter", 100),
+            free(f"a{i}", "all_reduce", 300, follows=f"r{i}"),
+        ]
+    given_program = program(schedule(*tasks, buffers=tuple(buffers)), found)
+    groups = pending_together(given_program, given_program, 100.0, 1e9)
+    assert [[m.name for m in group] for group in groups] == [["a0"], ["a1", "a2"], ["a3", "a4"]]
+
+
 # Robust choice.
 
 
