@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import Any, cast
 
@@ -203,7 +204,7 @@ def _sample_us(
     kind: str, size_bytes: int, lead: int, runs: int, in_flight: int, device: torch.device
 ) -> float:
     """Mean time (us) of ``runs`` collectives on the slowest rank, after ``lead`` untimed ones."""
-    start = start_collective(kind, size_bytes // _ITEM_BYTES, device)
+    start = start_collective(kind, size_bytes // _ITEM_BYTES, device, in_flight)
     dist.barrier()
     stream(start, lead, in_flight)
     synchronise(device)
@@ -241,8 +242,18 @@ wait_tensor = cast("Callable[[torch.Tensor], torch.Tensor]", _FUNCTIONAL.wait_te
 """Stalls until the collective that writes its argument has ended."""
 
 
-def start_collective(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """A call that starts ``kind`` on ``items`` fp32 values in all; wait for what it returns."""
+def start_collective(
+    kind: str, items: int, device: torch.device, in_flight: int = 1
+) -> Callable[[], torch.Tensor]:
+    """A call that starts ``kind`` on ``items`` fp32 values in all; wait for what it returns.
+
+    Those in flight at once have tensors of their own, as in a step: some write in place.
+    """
+    starts = cycle([_start_of_one(kind, items, device) for _ in range(in_flight)])
+    return lambda: next(starts)()
+
+
+def _start_of_one(kind: str, items: int, device: torch.device) -> Callable[[], torch.Tensor]:
     ranks = dist.get_world_size()
     group = cast("Any", dist.group.WORLD).group_name
     whole = torch.ones(items, device=device)

@@ -167,7 +167,7 @@ class _Case:
 
     def sample(self) -> float:
         """Takes a sample; returns how long it took (us)."""
-        start = start_collective(self.kind, self.size_bytes // 4, _CPU)
+        start = start_collective(self.kind, self.size_bytes // 4, _CPU, self.in_flight)
         expected_us = self.loss.alone_us if self.samples else self._first_us(start)
         matmul_us = slowest_us(_time_us(lambda: self._compute(10)) / 10, _CPU)
         turns = max(1, round(SAMPLE_US / (expected_us * self.in_flight)))

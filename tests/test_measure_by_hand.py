@@ -85,3 +85,36 @@ def test_a_stream_keeps_as_many_in_flight(monkeypatch: pytest.MonkeyPatch, in_fl
     stream(start, 7, in_flight)
     assert waited == started == list(range(7))
     assert most == in_flight
+
+
+def test_collectives_in_flight_write_to_tensors_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class InPlace:
+        """Of the ops only what an all-reduce does: it returns the tensor that it writes."""
+
+        all_gather_into_tensor = reduce_scatter_tensor = all_to_all_single = None
+
+        @staticmethod
+        def all_reduce_(tensor: torch.Tensor, reduction: str, group: str) -> torch.Tensor:
+            return tensor
+
+    monkeypatch.setattr(measure_collectives, "_FUNCTIONAL", InPlace)
+    monkeypatch.setattr(measure_collectives, "dist", FakeRanks)
+    start = measure_collectives.start_collective("all_reduce", 8, torch.device("cpu"), 2)
+    first, second, third = (start() for _ in range(3))
+    assert first.data_ptr() != second.data_ptr()
+    # A third begins when the first has ended.
+    assert third is first
+
+
+class FakeRanks:
+    """Two ranks, as far as a collective's arguments ask."""
+
+    class group:
+        class WORLD:
+            group_name = "0"
+
+    @staticmethod
+    def get_world_size() -> int:
+        return 2
