@@ -273,17 +273,13 @@ def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:
             return False
         inputs = current.all_input_nodes
         is_behind = not behind.isdisjoint(inputs)
+        joins = not is_behind and (is_fusible(current) or is_view(current))
         if current in missing:
             missing.discard(current)
-            if is_behind or not missing:
-                return not is_behind
-        if is_behind:
-            behind.add(current)
-        elif not inside.isdisjoint(inputs):
-            joins = is_fusible(current) or is_view(current)
+            if not missing or not joins:
+                return not missing and not is_behind
+        if is_behind or not inside.isdisjoint(inputs):
             (inside if joins else behind).add(current)
-            if not joins and current in readers:
-                return False
         if len(inside) + len(behind) > MAX_FUSION_SIZE:
             return False
     return False

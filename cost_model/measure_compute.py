@@ -79,7 +79,7 @@ def measure_compute(
         samples_us: list[list[float]] = []
         for number in range(1, rounds + 1):
             dist.barrier()
-            samples_us.append([_mean_us(run, n) for (run, _), n in zip(cases, runs, strict=True)])
+            samples_us.append([mean_us(run, n) for (run, _), n in zip(cases, runs, strict=True)])
             if progress is not None:
                 progress("compute", number / rounds)
     own_us = [undisturbed(times_us) for times_us in zip(*samples_us, strict=True)]
@@ -97,10 +97,11 @@ def undisturbed(samples_us: Sequence[float]) -> float:
 def _warm_us(run: Callable[[], object]) -> float:
     """Time (us) of a second run: the first one sets up buffers and caches."""
     run()
-    return _mean_us(run, 1)
+    return mean_us(run, 1)
 
 
-def _mean_us(run: Callable[[], object], runs: int) -> float:
+def mean_us(run: Callable[[], object], runs: int) -> float:
+    """Mean time (us) of ``runs`` runs, at least a nanosecond."""
     begin = time.perf_counter()
     for _ in range(runs):
         run()

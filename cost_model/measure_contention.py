@@ -17,10 +17,9 @@ for GPUs: their launches are asynchronous, and the profiles say what they cost. 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from inductor_overlap.cost_model.measure_collectives import (
     stream,
     wait_tensor,
 )
+from inductor_overlap.cost_model.measure_compute import mean_us
 
 KINDS = ("all_gather", "reduce_scatter")
 """What a step of sharded training has, about as many of each."""
@@ -74,19 +74,15 @@ class Contention:
 
 def contention_of(small: Sequence[Loss], large: Sequence[Loss]) -> Contention:
     """The constants for which small and large collectives cost what they did, on average."""
-    small_us, small_lost_us = _mean(small)
-    large_us, large_lost_us = _mean(large)
-    longer_us = large_us - small_us
-    share = (large_lost_us - small_lost_us) / longer_us if longer_us > 0.0 else 0.0
+    few, many = _mean(small), _mean(large)
+    longer_us = many.alone_us - few.alone_us
+    share = (many.lost_us - few.lost_us) / longer_us if longer_us > 0.0 else 0.0
     share = min(1 - 1 / MOST_CONTENTION, max(0.0, share))
-    return Contention(max(0.0, small_lost_us - share * small_us), 1 / (1 - share))
+    return Contention(max(0.0, few.lost_us - share * few.alone_us), 1 / (1 - share))
 
 
-def _mean(losses: Sequence[Loss]) -> tuple[float, float]:
-    count = len(losses)
-    return sum(loss.alone_us for loss in losses) / count, sum(
-        loss.lost_us for loss in losses
-    ) / count
+def _mean(losses: Sequence[Loss]) -> Loss:
+    return Loss(fmean(loss.alone_us for loss in losses), fmean(loss.lost_us for loss in losses))
 
 
 def measure_contention(
@@ -126,22 +122,13 @@ def _size_within(limit_us: float, kind: str, time_of_us: Callable[[str, int], fl
 
 
 @dataclass(slots=True)
-class _Sample:
-    """Times (us) of as many collectives alone, of compute alone, and of both together."""
-
-    alone_us: float
-    compute_us: float
-    both_us: float
-
-
-@dataclass(slots=True)
 class _Case:
     """Collectives of one kind and size beside matmuls."""
 
     kind: str
     size_bytes: int
     in_flight: int
-    samples: list[_Sample] = field(default_factory=list[_Sample])
+    samples: list[Loss] = field(default_factory=list[Loss])
     _left: torch.Tensor = field(default_factory=lambda: torch.ones(256, 512))
     _right: torch.Tensor = field(default_factory=lambda: torch.ones(512, 512))
     _result: torch.Tensor = field(default_factory=lambda: torch.empty(256, 512))
@@ -149,7 +136,7 @@ class _Case:
     @property
     def loss(self) -> Loss:
         """The medians."""
-        lost_us = median(sample.both_us - sample.compute_us for sample in self.samples)
+        lost_us = median(sample.lost_us for sample in self.samples)
         return Loss(median(sample.alone_us for sample in self.samples), lost_us)
 
     @property
@@ -159,7 +146,7 @@ class _Case:
         By the quartiles: for a normal distribution they are 1.35 standard deviations apart, and a
         median scatters 1.25 times as much as a mean.
         """
-        shares = [(sample.both_us - sample.compute_us) / sample.alone_us for sample in self.samples]
+        shares = [sample.lost_us / sample.alone_us for sample in self.samples]
         if len(shares) < MIN_ROUNDS:
             return float("inf")
         low, _, high = quantiles(shares, n=4)
@@ -169,17 +156,15 @@ class _Case:
         """Takes a sample; returns how long it took (us)."""
         start = start_collective(self.kind, self.size_bytes // 4, _CPU, self.in_flight)
         expected_us = self.loss.alone_us if self.samples else self._first_us(start)
-        matmul_us = slowest_us(_time_us(lambda: self._compute(10)) / 10, _CPU)
+        matmul_us = slowest_us(mean_us(lambda: self._compute(1), 10), _CPU)
         turns = max(1, round(SAMPLE_US / (expected_us * self.in_flight)))
         runs = 1 + int(_HIDDEN * expected_us * self.in_flight / matmul_us)
         count = turns * self.in_flight
-        times_us = [
-            _together_us(lambda: stream(start, count, self.in_flight)),
-            _together_us(lambda: self._compute(turns * runs)),
-            _together_us(lambda: self._both(start, turns, runs)),
-        ]
-        self.samples.append(_Sample(*(time_us / count for time_us in times_us)))
-        return sum(times_us)
+        alone_us = _together_us(lambda: stream(start, count, self.in_flight))
+        compute_us = _together_us(lambda: self._compute(turns * runs))
+        both_us = _together_us(lambda: self._both(start, turns, runs))
+        self.samples.append(Loss(alone_us / count, (both_us - compute_us) / count))
+        return alone_us + compute_us + both_us
 
     def _first_us(self, start: Callable[[], torch.Tensor]) -> float:
         """Time (us) of one, after as many as there will be at once have set up their memory."""
@@ -201,10 +186,4 @@ class _Case:
 def _together_us(run: Callable[[], object]) -> float:
     """Time (us) of one run that all ranks begin together, on the slowest rank."""
     dist.barrier()
-    return slowest_us(_time_us(run), _CPU)
-
-
-def _time_us(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return max(1e-3, (time.perf_counter() - begin) * 1e6)
+    return slowest_us(mean_us(run, 1), _CPU)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
 from operator import getitem
 from typing import Any
@@ -40,14 +41,17 @@ class MergedBucket:
         pack: before the start; empty if the members' inputs already are one tensor.
         wait: the wait and the views that all members share.
         unpack: by name of the member's wait, the nodes that stand for it.
-        values: ``meta["val"]`` of all of them, in the order in which they were written.
     """
 
     pack: tuple[fx.Node, ...]
     start: fx.Node
     wait: tuple[fx.Node, ...]
     unpack: dict[str, tuple[fx.Node, ...]]
-    values: tuple[object, ...]
+
+    @property
+    def written(self) -> tuple[fx.Node, ...]:
+        """All of its nodes, in the order in which they were written."""
+        return (*self.pack, self.start, *self.wait, *chain.from_iterable(self.unpack.values()))
 
 
 def why_not_bucketed(collective: Collective) -> str:
@@ -83,7 +87,7 @@ def merge_bucket(
     _check(name, members)
     output = next(node for node in reversed(members[0].start.graph.nodes) if node.op == "output")
     with members[0].start.graph.inserting_before(output):
-        merged = _Merger(name, members, like.values if like else ()).merge()
+        merged = _Merger(name, members, like.written if like else ()).merge()
     for member in members:
         member.start.graph.erase_node(member.waits[0])
         member.start.graph.erase_node(member.start)
@@ -127,13 +131,12 @@ def _source(collective: Collective) -> fx.Node:
 class _Merger:
     """Writes the nodes of one bucket at the graph's insertion point."""
 
-    def __init__(self, name: str, members: Sequence[Collective], values: Sequence[object]) -> None:
+    def __init__(self, name: str, members: Sequence[Collective], like: Sequence[fx.Node]) -> None:
         self.graph = members[0].start.graph
         self.name = name
         self.members = members
         self.sources = [_source(member) for member in members]
-        self._known = iter(values)
-        self._values: list[object] = []
+        self._like = iter(like)
         self._written: list[fx.Node] = []
 
     def merge(self) -> MergedBucket:
@@ -160,7 +163,7 @@ class _Merger:
             copy = self._call(aten.clone.default, (chunk,), contiguous, shape=_shape(chunk))
             self._replace(member, self._reshape(copy, list(member.output_shape)))
             unpack[member.waits[0].name] = self._take()
-        return MergedBucket(pack, start, wait, unpack, tuple(self._values))
+        return MergedBucket(pack, start, wait, unpack)
 
     def _reduce_scatter(self) -> MergedBucket:
         shards = [prod(member.output_shape) for member in self.members]
@@ -193,7 +196,7 @@ class _Merger:
         for member, chunk in zip(self.members, chunks, strict=True):
             self._replace(member, self._reshape(chunk, list(member.output_shape)))
             unpack[member.waits[0].name] = self._take()
-        return MergedBucket(pack, start, wait, unpack, tuple(self._values))
+        return MergedBucket(pack, start, wait, unpack)
 
     def _group_size(self) -> int:
         return int(arguments(self.members[0].start)["group_size"])
@@ -258,9 +261,8 @@ class _Merger:
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         like = self.members[0].start.meta
         node.meta.update({key: like[key] for key in _INHERITED if key in like})
-        known = next(self._known, None)
-        value = value_of() if known is None else known
-        self._values.append(value)
+        twin = next(self._like, None)
+        value = value_of() if twin is None else twin.meta["val"]
         node.meta.update({"val": value, BUCKET: self.name})
         if target in (aten.cat.default, aten.clone.default):
             node.meta["original_aten"] = target  # generated kernels are named after it

@@ -22,7 +22,7 @@ from operator import itemgetter
 from inductor_overlap.passes.list_schedule import reductions_together
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
-from inductor_overlap.passes.program import FreeCollective, Program, mergeable_by_key
+from inductor_overlap.passes.program import FreeCollective, Program, mergeable_by, mergeable_by_key
 
 Group = Sequence[FreeCollective]
 
@@ -148,10 +148,7 @@ def pending_together(
         factor: a bucket closes before it takes this many latencies.
         memory_limit_bytes: what the order must keep to.
     """
-    by_kind: dict[str, list[FreeCollective]] = {}
-    for reduction in program.reductions:
-        if reduction.can_merge:
-            by_kind.setdefault(reduction.kind, []).append(reduction)
+    by_kind = mergeable_by(lambda reduction: reduction.kind, program.reductions)
     longest_us = {kind: factor * _latency_us(program, group) for kind, group in by_kind.items()}
     together = reductions_together(
         bucketed, longest_us=longest_us, memory_limit_bytes=memory_limit_bytes

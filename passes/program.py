@@ -8,14 +8,17 @@ one exception are the matmuls that make weight gradients (`defer_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 from inductor_overlap.cost_model.memory import LiveBytes
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
@@ -145,15 +148,22 @@ class Program:
         return [collective for collective in self.collectives if not collective.is_gather]
 
 
+def mergeable_by(
+    key: Callable[[FreeCollective], _Key], collectives: Iterable[FreeCollective]
+) -> dict[_Key, list[FreeCollective]]:
+    """Those that may join a bucket, grouped by ``key`` of each, such as its bucket key."""
+    grouped: dict[_Key, list[FreeCollective]] = {}
+    for collective in collectives:
+        if collective.can_merge:
+            grouped.setdefault(key(collective), []).append(collective)
+    return grouped
+
+
 def mergeable_by_key(
     collectives: Iterable[FreeCollective],
 ) -> dict[tuple[str, ...], list[FreeCollective]]:
     """Those that may join a bucket, by bucket key."""
-    by_key: dict[tuple[str, ...], list[FreeCollective]] = {}
-    for collective in collectives:
-        if collective.can_merge:
-            by_key.setdefault(collective.bucket_key, []).append(collective)
-    return by_key
+    return mergeable_by(lambda collective: collective.bucket_key, collectives)
 
 
 @dataclass(frozen=True)
