@@ -42,6 +42,10 @@ class LinkPrices:
         on_the_wire = rounds * size_bytes * (len(ranks) - 1) / len(ranks)
         return self.latency_us + on_the_wire / (self.gb_per_s * 1e3)
 
+    def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        """Nothing is known of grouped launches on a link that is only a bandwidth and a latency."""
+        return sum(self.collective_us(kind, size_bytes, ranks) for size_bytes in sizes_bytes)
+
     def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
         """One queue for each group, launches free, no contention; groups share no link."""
         return Machine()

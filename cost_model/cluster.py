@@ -38,6 +38,7 @@ from inductor_overlap.cost_model.compute_time import (
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.detect import read_surroundings
 from inductor_overlap.cost_model.errors import collective_error, compute_error
+from inductor_overlap.cost_model.grouped_launch import size_classes
 from inductor_overlap.cost_model.profile_tables import (
     device_constants,
     device_names,
@@ -204,6 +205,15 @@ class Cluster:
             check_size(kind, size_bytes)
             return curve.time_us(size_bytes, self._formula_us)
         return self._formula_us(kind, size_bytes, num_nodes, ranks_per_node)
+
+    def coalesced_us(
+        self, kind: str, sizes_bytes: Iterable[int], *, num_nodes: int, ranks_per_node: int
+    ) -> float:
+        """Time (us) of several collectives of one kind, launched together; see `grouped_launch`."""
+        return sum(
+            self.collective_us(kind, sum(sizes), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+            for sizes in size_classes(sizes_bytes, self.constants["aggregation_ratio"])
+        )
 
     def collective_error(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int

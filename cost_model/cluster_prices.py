@@ -69,6 +69,12 @@ class ClusterCostModel:
             kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
         )
 
+    def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
+        return self.cluster.coalesced_us(
+            kind, sizes_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
+        )
+
     def copy_us(self, size_bytes: int) -> float:
         return self.cluster.memory_us(2 * size_bytes)
 

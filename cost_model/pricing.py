@@ -39,7 +39,9 @@ class CostModel(Protocol):
     """Bring your own device: what a node and a collective cost.
 
     Optional members: ``uuid() -> str``, the model's identity for the compile cache (without it the
-    cache is bypassed); ``copy_us(size_bytes) -> float``; ``machine(groups) -> Machine``.
+    cache is bypassed); ``copy_us(size_bytes) -> float``; ``machine(groups) -> Machine``;
+    ``coalesced_us(kind, sizes_bytes, ranks) -> float``, the time of one launch of several
+    collectives, by default the sum of theirs.
     """
 
     def compute_us(self, node: fx.Node) -> float:
@@ -61,6 +63,14 @@ class PricedCluster(Protocol):
 
     def compute_us(self, node: fx.Node) -> float: ...
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float: ...
+    def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        """Time (us) of one launch of several collectives of one kind, group and dtype.
+
+        At least that of one collective of all their bytes, or the sum of theirs: what the lower
+        bound assumes of a bucket.
+        """
+        ...
+
     def copy_us(self, size_bytes: int) -> float:
         """Time (us) of a device copy that reads and writes ``size_bytes`` each."""
         ...
@@ -114,6 +124,13 @@ class _CheckedCostModel:
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         what = f"{kind} of {size_bytes} bytes among {len(ranks)} ranks"
         return self._checked("collective_us", what, kind, size_bytes, ranks)
+
+    def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        if not hasattr(self.model, "coalesced_us"):
+            return sum(self.collective_us(kind, size_bytes, ranks) for size_bytes in sizes_bytes)
+        what = f"{len(sizes_bytes)} {kind}s of {sum(sizes_bytes)} bytes among {len(ranks)} ranks"
+        own_us = self._checked("coalesced_us", what, kind, sizes_bytes, ranks)
+        return max(own_us, self.collective_us(kind, sum(sizes_bytes), ranks))
 
     def copy_us(self, size_bytes: int) -> float:
         if not hasattr(self.model, "copy_us"):

@@ -182,8 +182,7 @@ def _what_was_done(report: Report) -> str:
     if plan.changes_nothing:
         return f"policy {policy}: nothing was changed"
     merged = sum(len(bucket.members) for bucket in plan.buckets)
-    buckets = "bucket" if len(plan.buckets) == 1 else "buckets"
-    return f"policy {policy}: {merged} collectives in {len(plan.buckets)} {buckets}"
+    return f"policy {policy}: {merged} collectives in {plan.counted_buckets}"
 
 
 def _table(report: Report) -> Iterator[str]:

@@ -18,7 +18,7 @@ from inductor_overlap.passes.plan import Bucket, Plan
 from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.robust_choice import robust_choice
 from inductor_overlap.passes.search import Proposal, Search, Trial
-from inductor_overlap.passes.stages import search_all
+from inductor_overlap.passes.stages import search_all, try_forms
 
 INPUT_ORDER = "input order"
 _MOST_CHOICES = 6
@@ -116,10 +116,12 @@ def _run(search: Search, policy: Policy, is_backward: bool) -> None:
     if isinstance(policy, ManualWrap):
         buckets = policy.buckets(search.program, require_match=not is_backward)
         search.try_orders(Proposal("manual", tuple(buckets)))
+        try_forms(search, 1)
     elif isinstance(policy, GreedyWrap):
         limit_bytes = search.memory_limit_bytes
         buckets = policy.buckets(search.program, memory_limit_bytes=limit_bytes)
         search.try_orders(Proposal("greedy", tuple(buckets)))
+        try_forms(search, 1)
     elif isinstance(policy, AutoWrap):
         search_all(search)
 

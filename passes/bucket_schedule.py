@@ -1,15 +1,18 @@
 """What a set of buckets makes of a program, before any graph is touched.
 
-`bucket_program` writes the same tasks that `bucketing.merge_bucket` writes nodes for: one pack,
-one start, one wait, and for gathers one unpack copy per member. The unpack task takes the name of
-the member's wait, so whatever depended on that wait depends on the unpacked result. A cast in
-front of a member becomes part of the packing kernel: its task stays, without time or buffer.
+`bucket_program` writes the same tasks that `bucketing.merge_bucket` writes nodes for. A packed
+bucket: one pack, one start, one wait, and for gathers one unpack copy per member. The unpack task
+takes the name of the member's wait, so whatever depended on that wait depends on the unpacked
+result. A cast in front of a member becomes part of the packing kernel: its task stays, without time
+or buffer. A coalesced bucket: one start with the inputs and outputs of all members, one wait, and
+for each member a task without time in place of its own wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from inductor_overlap.cost_model.schedule import Buffer, Task
 from inductor_overlap.passes.plan import Bucket
@@ -29,8 +32,12 @@ def bucket_program(program: Program, buckets: Sequence[Bucket]) -> Program:
     if not buckets:
         return program
     _check(program, buckets)
-    payloads = {bucket.members for bucket in buckets}
-    parts = [_merge(program, bucket, payloads) for bucket in buckets]
+    parts = [
+        _coalesce(program, bucket)
+        if bucket.form == "coalesced"
+        else _merge(program, bucket, is_fed_by_bucket(program, bucket, buckets))
+        for bucket in buckets
+    ]
     return _assemble(program, parts)
 
 
@@ -61,15 +68,53 @@ class _Merged:
     """Names of tasks that the packing kernel does."""
 
 
-def _merge(program: Program, bucket: Bucket, payloads: set[tuple[str, ...]]) -> _Merged:
+def is_fed_by_bucket(program: Program, bucket: Bucket, buckets: Iterable[Bucket]) -> bool:
+    """True if a packed bucket of ``buckets`` leaves its payload in one tensor (HSDP)."""
+    members = [program.by_name[name] for name in bucket.members]
+    followed = tuple(member.follows for member in members)
+    if not any(other.members == followed and other.form == "packed" for other in buckets):
+        return False
+    tasks = program.schedule.by_name
+    return all(program.by_name[m.follows].wait in tasks[m.name].deps for m in members)
+
+
+def _coalesce(program: Program, bucket: Bucket) -> _Merged:
+    tasks = program.schedule.by_name
+    members = [program.by_name[name] for name in bucket.members]
+    starts = [tasks[member.name] for member in members]
+    merged = _merged_collective(bucket, members)
+    sizes_bytes = [member.size_bytes for member in members]
+    writes = tuple(name for start in starts for name in start.writes)
+    start = replace(
+        starts[0],
+        name=merged.name,
+        duration_us=program.prices.coalesced_us(merged.kind, sizes_bytes, merged.ranks),
+        wire_us=sum(start.wire_us for start in starts),
+        latency_us=max(start.latency_us for start in starts),
+        deps=tuple(dict.fromkeys(dep for start in starts for dep in start.deps)),
+        reads=tuple(dict.fromkeys(name for start in starts for name in start.reads)),
+        writes=writes,
+    )
+    wait = Task(merged.wait, "wait", collective=merged.name, reads=writes)
+    ended = [
+        _after_wait(tasks[member.wait], member.name, merged.wait, reads=old_start.writes)
+        for member, old_start in zip(members, starts, strict=True)
+    ]
+    gone = frozenset(member.name for member in members)
+    return _Merged(merged, (start, wait, *ended), (), {}, gone, frozenset())
+
+
+def _after_wait(wait: Task, start: str, bucket_wait: str, **fields: Any) -> Task:
+    """What stands for the ``wait`` of a member's ``start``: a task behind the bucket's wait."""
+    deps = tuple(dep for dep in wait.deps if dep != start)
+    return Task(wait.name, deps=(bucket_wait, *deps), **fields)
+
+
+def _merge(program: Program, bucket: Bucket, fed_by_bucket: bool) -> _Merged:
     members = [program.by_name[name] for name in bucket.members]
     starts = [program.schedule.by_name[member.name] for member in members]
     waits = [program.schedule.by_name[member.wait] for member in members]
     merged = _merged_collective(bucket, members)
-    fed_by_bucket = tuple(member.follows for member in members) in payloads and all(
-        program.by_name[member.follows].wait in start.deps
-        for member, start in zip(members, starts, strict=True)
-    )
     pack, start, packed = _pack_and_start(program, merged, members, fed_by_bucket)
     output = Buffer(f"{bucket.name}.output", merged.output_bytes)
     start = replace(start, writes=(output.name,))
@@ -133,10 +178,9 @@ def _pack_and_start(
         return [], start, []
     packed = Buffer(f"{merged.name}.packed", merged.input_bytes)
     sources = [tasks[member.absorbed or member.name] for member in members]
-    moved_bytes = 2 * merged.input_bytes - sum(member.pack_saves_bytes for member in members)
     pack = Task(
         f"{merged.name}.pack",
-        duration_us=prices.copy_us(max(0, moved_bytes) // 2),
+        duration_us=_pack_us(program, members),
         deps=deps,
         reads=tuple(dict.fromkeys(name for source in sources for name in source.reads)),
         writes=(packed.name,),
@@ -153,15 +197,37 @@ def _unpack(
     output: Buffer,
 ) -> Task:
     """The task that stands for a member's wait: a copy for a gather, a view for a reduction."""
-    copies = _copies_out(member)
-    deps = tuple(dep for dep in wait.deps if dep != member.name)
-    return Task(
-        wait.name,
-        duration_us=program.prices.copy_us(member.output_bytes) if copies else 0.0,
-        deps=(merged.wait, *deps),
+    return _after_wait(
+        wait,
+        member.name,
+        merged.wait,
+        duration_us=_unpack_us(program, member),
         reads=(output.name,),
-        writes=old_start.writes if copies else (),
+        writes=old_start.writes if _copies_out(member) else (),
     )
+
+
+def _pack_us(program: Program, members: Iterable[FreeCollective]) -> float:
+    moved_bytes = sum(2 * member.input_bytes - member.pack_saves_bytes for member in members)
+    return program.prices.copy_us(max(0, moved_bytes) // 2)
+
+
+def _unpack_us(program: Program, member: FreeCollective) -> float:
+    return program.prices.copy_us(member.output_bytes) if _copies_out(member) else 0.0
+
+
+def copies_us(program: Program, bucket: Bucket, fed_by_bucket: bool) -> float:
+    """Time (us) that packing and unpacking take ``bucket`` beyond what its members take alone.
+
+    A cast that the packing kernel absorbs is saved; it may make this negative.
+    """
+    members = [program.by_name[name] for name in bucket.members]
+    unpack_us = sum(_unpack_us(program, member) for member in members)
+    if fed_by_bucket:
+        return unpack_us
+    absorbed = [member.absorbed for member in members if member.absorbed]
+    saved_us = sum(program.schedule.by_name[name].duration_us for name in absorbed)
+    return _pack_us(program, members) + unpack_us - saved_us
 
 
 def _copies_out(member: FreeCollective) -> bool:

@@ -1,9 +1,10 @@
 """Merge the collectives of one bucket: pack, one collective, one wait, unpack.
 
-Only plain functional ATen and c10d nodes are written: no custom op, no rank constant, so that
-saved code needs nothing of this package and is the same on every rank. What is merged is the
-collective proper: casts, pads and unpads of the members stay as they are, so any shard dimension
-and uneven shards work unchanged. New nodes get ``meta["val"]``, module stacks and stack traces.
+That is the packed form; `coalescing` writes the other one. In both, only plain functional ATen and
+c10d nodes are written: no custom op, no rank constant, so that saved code needs nothing of this
+package and is the same on every rank. What is merged is the collective proper: casts, pads and
+unpads of the members stay as they are, so any shard dimension and uneven shards work unchanged. New
+nodes get ``meta["val"]``, module stacks and stack traces (`bucket_nodes`).
 
 The caller decides what to merge; this module refuses (``ValueError``) members that differ in
 kind, group, dtype or reduction, depend on each other, or have symbolic sizes. Node order is the
@@ -13,7 +14,6 @@ caller's too (`graph_schedule.write_order`): new nodes are written before the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -23,55 +23,32 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from inductor_overlap.passes.bucket_nodes import BucketNodes, MergedBucket, source_of
+from inductor_overlap.passes.coalescing import coalesce
 from inductor_overlap.passes.collectives import BUCKET, Collective
-from inductor_overlap.passes.fx_ops import arguments, payload
+from inductor_overlap.passes.plan import BucketForm
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-
-_MEMBERS = "inductor_overlap_members"
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr")
-
-
-@dataclass(frozen=True)
-class MergedBucket:
-    """The nodes of one bucket.
-
-    Attributes:
-        pack: before the start; empty if the members' inputs already are one tensor.
-        wait: the wait and the views that all members share.
-        unpack: by name of the member's wait, the nodes that stand for it.
-    """
-
-    pack: tuple[fx.Node, ...]
-    start: fx.Node
-    wait: tuple[fx.Node, ...]
-    unpack: dict[str, tuple[fx.Node, ...]]
-
-    @property
-    def written(self) -> tuple[fx.Node, ...]:
-        """All of its nodes, in the order in which they were written."""
-        return (*self.pack, self.start, *self.wait, *chain.from_iterable(self.unpack.values()))
 
 
 def why_not_bucketed(collective: Collective) -> str:
     """Why a free collective cannot join a bucket; empty if it can."""
     if collective.is_bucket:
         return "it is a bucket already"
-    tensors: list[torch.Tensor] = [_source(collective).meta["val"], collective.start.meta["val"]]
+    tensors: list[torch.Tensor] = [source_of(collective).meta["val"], collective.start.meta["val"]]
     sizes: list[object] = [size for tensor in tensors for size in tensor.shape]
     if any(not isinstance(size, int) for size in sizes):
         return "symbolic sizes"
     return ""
 
 
-def bucket_members(start: fx.Node) -> tuple[str, ...]:
-    """Names of the collectives that were merged into ``start``; empty if it is no bucket."""
-    return start.meta.get(_MEMBERS, ())
-
-
 def merge_bucket(
-    name: str, members: Sequence[Collective], like: MergedBucket | None = None
+    name: str,
+    members: Sequence[Collective],
+    like: MergedBucket | None = None,
+    *,
+    form: BucketForm = "packed",
 ) -> MergedBucket:
     """Replace ``members`` (at least two, in payload order) by one collective called ``name``.
 
@@ -80,6 +57,7 @@ def merge_bucket(
         members: of one graph.
         like: the same bucket in a copy of that graph, if it has been merged there: its values
             are used again, since making fake tensors is most of the work.
+        form: whether the members' tensors are packed into one, or stay what they are.
 
     Raises:
         ValueError: The members cannot share a bucket.
@@ -87,7 +65,10 @@ def merge_bucket(
     _check(name, members)
     output = next(node for node in reversed(members[0].start.graph.nodes) if node.op == "output")
     with members[0].start.graph.inserting_before(output):
-        merged = _Merger(name, members, like.written if like else ()).merge()
+        if form == "coalesced":
+            merged = coalesce(name, members)
+        else:
+            merged = _Packer(name, members, like.written if like else ()).merge()
     for member in members:
         member.start.graph.erase_node(member.waits[0])
         member.start.graph.erase_node(member.start)
@@ -124,20 +105,8 @@ def _needed_members(members: Sequence[Collective]) -> list[str]:
     return [member.name for member in members if member.waits[0] in seen]
 
 
-def _source(collective: Collective) -> fx.Node:
-    return payload(collective.start)[0]
-
-
-class _Merger:
-    """Writes the nodes of one bucket at the graph's insertion point."""
-
-    def __init__(self, name: str, members: Sequence[Collective], like: Sequence[fx.Node]) -> None:
-        self.graph = members[0].start.graph
-        self.name = name
-        self.members = members
-        self.sources = [_source(member) for member in members]
-        self._like = iter(like)
-        self._written: list[fx.Node] = []
+class _Packer(BucketNodes):
+    """Writes a packed bucket."""
 
     def merge(self) -> MergedBucket:
         kind = self.members[0].kind
@@ -149,32 +118,32 @@ class _Merger:
 
     def _all_gather(self) -> MergedBucket:
         shards = [prod(member.input_shape) for member in self.members]
-        world = self._group_size()
+        world = self.group_size
         packed = self._cat([self._reshape(source, [-1]) for source in self.sources], dim=0)
-        pack = self._take()
-        start = self._start(packed, [world * sum(shards)])
+        pack = self.take()
+        start = self._start(packed, world * sum(shards))
         waited = self._call(c10d.wait_tensor.default, (start,), shape=[world * sum(shards)])
         rows = self._reshape(waited, [world, sum(shards)])
         chunks = self._split(rows, [[world, shard] for shard in shards], dim=1)
-        wait = self._take()[1:]
+        wait = self.take()[1:]
         unpack: dict[str, tuple[fx.Node, ...]] = {}
         for member, chunk in zip(self.members, chunks, strict=True):
             contiguous = {"memory_format": torch.contiguous_format}
             copy = self._call(aten.clone.default, (chunk,), contiguous, shape=_shape(chunk))
             self._replace(member, self._reshape(copy, list(member.output_shape)))
-            unpack[member.waits[0].name] = self._take()
+            unpack[member.waits[0].name] = self.take()
         return MergedBucket(pack, start, wait, unpack)
 
     def _reduce_scatter(self) -> MergedBucket:
         shards = [prod(member.output_shape) for member in self.members]
-        world = self._group_size()
+        world = self.group_size
         rows = [
             self._reshape(source, [world, shard])
             for source, shard in zip(self.sources, shards, strict=True)
         ]
         packed = self._reshape(self._cat(rows, dim=1), [world * sum(shards)])
-        pack = self._take()
-        start = self._start(packed, [sum(shards)])
+        pack = self.take()
+        start = self._start(packed, sum(shards))
         return self._finish_reduction(pack, start, shards)
 
     def _all_reduce(self) -> MergedBucket:
@@ -182,8 +151,8 @@ class _Merger:
         packed = _common_payload(self.sources)
         if packed is None:
             packed = self._cat([self._reshape(source, [-1]) for source in self.sources], dim=0)
-        pack = self._take()
-        start = self._start(packed, [sum(sizes)])
+        pack = self.take()
+        start = self._start(packed, sum(sizes))
         return self._finish_reduction(pack, start, sizes)
 
     def _finish_reduction(
@@ -191,24 +160,15 @@ class _Merger:
     ) -> MergedBucket:
         waited = self._call(c10d.wait_tensor.default, (start,), shape=[sum(sizes)])
         chunks = self._split(waited, [[size] for size in sizes], dim=0)
-        wait = self._take()[1:]
+        wait = self.take()[1:]
         unpack: dict[str, tuple[fx.Node, ...]] = {}
         for member, chunk in zip(self.members, chunks, strict=True):
             self._replace(member, self._reshape(chunk, list(member.output_shape)))
-            unpack[member.waits[0].name] = self._take()
+            unpack[member.waits[0].name] = self.take()
         return MergedBucket(pack, start, wait, unpack)
 
-    def _group_size(self) -> int:
-        return int(arguments(self.members[0].start)["group_size"])
-
-    def _start(self, packed: fx.Node, shape: Sequence[int]) -> fx.Node:
-        like = self.members[0].start
-        args, kwargs = (packed, *like.args[1:]), dict(like.kwargs)
-        if not like.args:
-            args, kwargs = (), {**kwargs, "input": packed}
-        start = self._call(like.target, args, kwargs, shape=shape, name=self.name)
-        start.meta[_MEMBERS] = tuple(member.name for member in self.members)
-        return start
+    def _start(self, packed: fx.Node, numel: int) -> fx.Node:
+        return self.start(self.members[0].start.target, packed, self._empty([numel]))
 
     def _cat(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
         shape = _shape(parts[0])
@@ -217,15 +177,14 @@ class _Merger:
 
     def _split(self, node: fx.Node, shapes: Sequence[list[int]], dim: int) -> list[fx.Node]:
         sizes = [shape[dim] for shape in shapes]
-        split = self._add(
+        split = self.add(
             aten.split_with_sizes.default,
             (node, sizes, dim),
-            {},
             lambda: list(node.meta["val"].split(sizes, dim)),
         )
         parts = split.meta["val"]
         return [
-            self._add(getitem, (split, index), {}, partial(getitem, parts, index))
+            self.add(getitem, (split, index), partial(getitem, parts, index))
             for index in range(len(sizes))
         ]
 
@@ -233,8 +192,8 @@ class _Merger:
         sizes = [prod(_shape(node))] if shape == [-1] else shape
         if _shape(node) == sizes:
             return node
-        return self._add(
-            aten.reshape.default, (node, sizes), {}, lambda: node.meta["val"].reshape(sizes)
+        return self.add(
+            aten.reshape.default, (node, sizes), lambda: node.meta["val"].reshape(sizes)
         )
 
     def _call(
@@ -244,35 +203,12 @@ class _Merger:
         kwargs: dict[str, Any] | None = None,
         *,
         shape: Sequence[int],
-        name: str | None = None,
     ) -> fx.Node:
         """A node that writes a new contiguous tensor of ``shape``."""
-        like = self.sources[0].meta["val"]
-        return self._add(target, args, kwargs or {}, lambda: like.new_empty(list(shape)), name)
+        return self.add(target, args, self._empty(shape), kwargs=kwargs)
 
-    def _add(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        value_of: Callable[[], object],
-        name: str | None = None,
-    ) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        like = self.members[0].start.meta
-        node.meta.update({key: like[key] for key in _INHERITED if key in like})
-        twin = next(self._like, None)
-        value = value_of() if twin is None else twin.meta["val"]
-        node.meta.update({"val": value, BUCKET: self.name})
-        if target in (aten.cat.default, aten.clone.default):
-            node.meta["original_aten"] = target  # generated kernels are named after it
-        self._written.append(node)
-        return node
-
-    def _take(self) -> tuple[fx.Node, ...]:
-        """What was written since the last call."""
-        written, self._written = tuple(self._written), []
-        return written
+    def _empty(self, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
+        return partial(self.sources[0].meta["val"].new_empty, list(shape))
 
     def _replace(self, member: Collective, result: fx.Node) -> None:
         member.waits[0].replace_all_uses_with(result)

@@ -7,8 +7,8 @@ that follows it are one chain). Everything else is described, with the reason, a
 is: collectives on the critical path (tensor parallel, expert parallel), coalesced and in-place
 forms, gathers of an input that the graph also writes.
 
-Gathers and reductions of a bucket that `bucketing` has made are recognised as such, with the nodes
-that pack and unpack them.
+Gathers and reductions of a bucket that `bucketing` has made are recognised as such, in both of its
+forms, with the nodes that pack and unpack them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from inductor_overlap.cost_model.fusion import node_bytes
-from inductor_overlap.cost_model.sizes import shape_hint
+from inductor_overlap.cost_model.pricing import PricedCluster
+from inductor_overlap.cost_model.sizes import shape_hint, tensor_bytes
 from inductor_overlap.passes.fx_ops import (
     arguments,
     collective_kind,
+    is_coalesced_form,
     is_plain_form,
     is_pure_compute,
     is_start,
@@ -59,6 +61,7 @@ class Collective:
             functional collective, its op name.
         size_bytes: nccl-tests size: total gathered output of an all-gather, total input of a
             reduce-scatter, the buffer of an all-reduce or all-to-all; padded shapes.
+        sizes_bytes: the same of each of its tensors: one, but for coalesced forms.
         input_bytes, output_bytes: of its tensors on this rank, padded.
         group_name: name of the process group.
         group: the group argument as it stands in the graph: a string or an FX node.
@@ -70,7 +73,8 @@ class Collective:
         head: chain from the graph input (excluded) to the start (excluded), gathers only, without
             ``shared_head``, its first nodes, if others read them too.
         pack: nodes that merge the inputs of a bucket, between head and start.
-        unpack: nodes that take the result of a gathered bucket apart.
+        items: nodes that take the result of a coalesced one apart, before the waits.
+        unpack: nodes that take the result of a gathered bucket apart, behind its wait.
         tail: chain from the wait (excluded) to the graph output, reductions only.
         follows: name of the reduction whose result this one reduces further (HSDP).
     """
@@ -80,6 +84,7 @@ class Collective:
     start: fx.Node
     waits: tuple[fx.Node, ...]
     size_bytes: int
+    sizes_bytes: tuple[int, ...]
     input_bytes: int
     output_bytes: int
     dtype: torch.dtype
@@ -95,6 +100,7 @@ class Collective:
     why_fixed: str
     input_position: int = 0
     pack: tuple[fx.Node, ...] = ()
+    items: tuple[fx.Node, ...] = ()
     unpack: tuple[fx.Node, ...] = ()
     head: tuple[fx.Node, ...] = ()
     shared_head: tuple[fx.Node, ...] = ()
@@ -110,6 +116,12 @@ class Collective:
         """What members of one bucket share: kind, group, dtype, reduction."""
         return (self.kind, self.group_name, str(self.dtype), self.reduce_op)
 
+    def price_us(self, prices: PricedCluster) -> float:
+        """Time (us) of it on its link."""
+        if len(self.sizes_bytes) < 2:
+            return prices.collective_us(self.kind, self.size_bytes, self.ranks)
+        return prices.coalesced_us(self.kind, self.sizes_bytes, self.ranks)
+
     def in_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Collective:
         """The same collective in a copy of its graph, by a mapping from each node to its copy."""
         return replace(
@@ -118,6 +130,7 @@ class Collective:
             waits=tuple(copies[node] for node in self.waits),
             group=copies[self.group] if isinstance(self.group, fx.Node) else self.group,
             pack=tuple(copies[node] for node in self.pack),
+            items=tuple(copies[node] for node in self.items),
             unpack=tuple(copies[node] for node in self.unpack),
             head=tuple(copies[node] for node in self.head),
             shared_head=tuple(copies[node] for node in self.shared_head),
@@ -154,25 +167,29 @@ def _describe(
     group = cast("str | fx.Node", given.get("group_name", ""))
     name = group_name_of(group)
     sources = payload(start)
-    source = _single_tensor(sources[0] if len(sources) == 1 else None)
+    first = _single_tensor(sources[0] if sources else None)
+    source = first if len(sources) == 1 else None
     output = _single_tensor(start)
     input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
     kind = collective_kind(start)
+    size_bytes = output_bytes if kind == "all_gather" else input_bytes
+    items = _items(start)
     pack = _pack(start)
     head, shared, root = _head(start, pack) if kind == "all_gather" else ((), (), None)
     tail, ends_in_output = _tail(waits, position)
     follows = _followed_reduction(start, found)
-    why_fixed = _why_fixed(start, kind, waits, source, root, written, ends_in_output)
+    why_fixed = _why_fixed(start, kind, waits, items, root, written, ends_in_output)
     fqn = parameter_fqn(start) or (descriptor_fqn(root) if root is not None else None)
     return Collective(
         name=start.name,
         kind=kind,
         start=start,
         waits=waits,
-        size_bytes=output_bytes if kind == "all_gather" else input_bytes,
+        size_bytes=size_bytes,
+        sizes_bytes=_sizes_bytes(start, kind) or (size_bytes,),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
-        dtype=source.dtype if source is not None else torch.float32,
+        dtype=first.dtype if first is not None else torch.float32,
         input_shape=_shape(source),
         output_shape=_shape(output),
         reduce_op=str(given.get("reduce_op", "")),
@@ -185,6 +202,7 @@ def _describe(
         why_fixed=why_fixed,
         input_position=_input_position(start, root, len(found)),
         pack=pack,
+        items=items,
         unpack=_unpack(waits) if kind == "all_gather" else (),
         head=head if not why_fixed else (),
         shared_head=shared if not why_fixed else (),
@@ -197,24 +215,41 @@ def _why_fixed(
     start: fx.Node,
     kind: str,
     waits: Sequence[fx.Node],
-    source: torch.Tensor | None,
+    items: Sequence[fx.Node],
     root: fx.Node | None,
     written: frozenset[fx.Node],
     ends_in_output: bool,
 ) -> str:
     if kind not in BUCKETED_KINDS:
         return f"{kind} is on the critical path"
-    if not is_plain_form(start) or source is None:
+    if not items and (not is_plain_form(start) or _single_tensor(start) is None):
         return "coalesced or in-place form"
-    if len(waits) != 1:
-        return f"{len(waits)} waits where one was expected"
-    if any(user is not waits[0] for user in start.users):
+    if len(waits) != max(1, len(items)):
+        expected = f"{len(items)} were" if items else "one was"
+        return f"{len(waits)} waits where {expected} expected"
+    if any(user not in waits for result in items or (start,) for user in result.users):
         return "its unfinished result is used before the wait"
     if kind == "all_gather":
         if root is None:
             return "it gathers a computed value, not a graph input"
         return "the graph writes the gathered input" if root in written else ""
     return "" if ends_in_output else "its result is used inside the graph"
+
+
+def _items(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The items of a coalesced bucket's result; nothing for any other collective."""
+    if BUCKET not in start.meta or not is_coalesced_form(start):
+        return ()
+    return tuple(user for user in start.users if op_base_name(user) == "getitem")
+
+
+def _sizes_bytes(start: fx.Node, kind: str) -> tuple[int, ...]:
+    """Size of each tensor of a collective that has a coalesced form; nothing for others."""
+    if kind == "all_gather":
+        outputs: object = start.meta.get("val")
+        values = cast("list[object]", outputs) if isinstance(outputs, list | tuple) else [outputs]
+        return tuple(tensor_bytes(value) for value in values if isinstance(value, torch.Tensor))
+    return tuple(map(node_bytes, payload(start))) if kind in BUCKETED_KINDS else ()
 
 
 def _waits(start: fx.Node) -> Iterator[fx.Node]:
@@ -339,13 +374,20 @@ def _may_follow_reduction(node: fx.Node) -> bool:
 
 
 def _followed_reduction(start: fx.Node, found: dict[str, Collective]) -> str:
-    inputs = payload(start)
-    while len(inputs) == 1:
-        node, inputs = inputs[0], inputs[0].all_input_nodes
-        if is_wait(node) and inputs:
-            previous = found.get(inputs[0].name)
-            return previous.name if previous is not None and previous.free else ""
-    return ""
+    """The free reduction whose result is all that ``start`` reduces; "" if there is none."""
+    followed = {_reduction_of(node, found) for node in payload(start)}
+    return followed.pop() if len(followed) == 1 else ""
+
+
+def _reduction_of(node: fx.Node, found: dict[str, Collective]) -> str:
+    is_waited = False
+    while len(node.all_input_nodes) == 1:
+        is_waited = is_waited or is_wait(node)
+        node = node.all_input_nodes[0]
+        if is_waited and node.name in found:
+            break
+    previous = found.get(node.name) if is_waited else None
+    return previous.name if previous is not None and previous.free else ""
 
 
 def _written_graph_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

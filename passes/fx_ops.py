@@ -70,6 +70,12 @@ def is_plain_form(start: fx.Node) -> bool:
     return op_base_name(start) in _KINDS
 
 
+def is_coalesced_form(start: fx.Node) -> bool:
+    """True if a collective is out of place and of several tensors at once."""
+    name = op_base_name(start)
+    return name.endswith("_coalesced") and name.removesuffix("_coalesced") in _KINDS
+
+
 def collective_kind(start: fx.Node) -> str:
     """``all_gather``, ``reduce_scatter``, ...; the op's own name for a kind without a name here."""
     name = op_base_name(start)

@@ -28,7 +28,8 @@ from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.cost_model.wire_time import BucketPrice
-from inductor_overlap.passes.bucketing import bucket_members, why_not_bucketed
+from inductor_overlap.passes.bucket_nodes import bucket_members
+from inductor_overlap.passes.bucketing import why_not_bucketed
 from inductor_overlap.passes.collectives import BUCKET, Collective, find_collectives
 from inductor_overlap.passes.fx_ops import (
     is_barrier,
@@ -93,6 +94,7 @@ class _Reader:
         self.by_start = {collective.start: collective for collective in self.collectives}
         self.task_of: dict[fx.Node, str] = {}
         self.nodes: dict[str, list[fx.Node]] = defaultdict(list)
+        self.first_wait: dict[str, str] = {}
         self._assign_tasks()
 
     def read(self) -> GraphProgram:
@@ -123,6 +125,8 @@ class _Reader:
                 self.task_of[node] = f"{collective.name}.prepare"
             for node in collective.pack:
                 self.task_of[node] = f"{collective.name}.pack"
+            for node in collective.items:
+                self.task_of[node] = collective.name
             for node in collective.tail:
                 self.task_of[node] = f"{collective.name}.finish"
         for node in self.graph.nodes:
@@ -147,11 +151,11 @@ class _Reader:
                 casts = _dtypes(collective.head) != {collective.dtype}
                 chains[f"{collective.name}.prepare"] = collective.input_bytes if casts else 0
             if collective.tail:
-                value = collective.waits[0].meta["val"]
+                values = [wait.meta["val"] for wait in collective.waits]
                 last = _dtypes(collective.tail[-1:])
-                casts = last != {value.dtype}
+                casts = last != {values[0].dtype}
                 itemsize = max(dtype.itemsize for dtype in last) if casts else 0
-                chains[f"{collective.name}.finish"] = numel_hint(value) * itemsize
+                chains[f"{collective.name}.finish"] = sum(map(numel_hint, values)) * itemsize
         return chains
 
     def _shared_heads(self) -> dict[str, int]:
@@ -170,7 +174,7 @@ class _Reader:
         written: dict[str, int] = {}
         for collective in self.collectives:
             if collective.free and collective.kind != "all_gather":
-                numel[collective.waits[0]] = numel_hint(collective.waits[0].meta["val"])
+                numel |= {wait: numel_hint(wait.meta["val"]) for wait in collective.waits}
         for node in self.graph.nodes if numel else ():
             parts = [numel[arg] for arg in node.all_input_nodes if arg in numel]
             if not parts or node in numel or node in self.by_start or node.op == "output":
@@ -190,12 +194,13 @@ class _Reader:
         for collective in self.collectives:
             if not collective.free:
                 continue
-            movable |= {collective.name, collective.waits[0].name}
+            movable |= {collective.name, *(wait.name for wait in collective.waits)}
             heads = (*collective.shared_head, *collective.head)
             parts = (*heads, *collective.pack, *collective.unpack, *collective.tail)
             movable |= {self.task_of[node] for node in parts}
             if collective.kind != "all_gather":
-                movable |= {self.task_of[node] for node in _reached(collective.waits[0])}
+                reached = set[fx.Node]().union(*map(_reached, collective.waits))
+                movable |= {self.task_of[node] for node in reached}
         return movable
 
     def _tasks(self, movable: set[str]) -> list[Task]:
@@ -267,9 +272,7 @@ class _Reader:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
     ) -> Task:
-        duration_us = self.prices.collective_us(
-            collective.kind, collective.size_bytes, collective.ranks
-        )
+        duration_us = collective.price_us(self.prices)
         if not collective.waits:
             return Task(
                 collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes
@@ -278,7 +281,7 @@ class _Reader:
         if collective.free:
             price = self._bucket_prices[collective.bucket_key]
             wire_us = price.us_per_byte * collective.size_bytes
-            latency_us = price.latency_us(collective.size_bytes)
+            latency_us = max(price.latency_us(size) for size in collective.sizes_bytes)
         return Task(
             name=collective.name,
             kind="start",
@@ -312,13 +315,16 @@ class _Reader:
     def _wait(
         self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]
     ) -> Task:
-        """A wait; further waits of one collective, and of unknown tensors, are free compute."""
+        """A wait; further waits of one collective, behind it, and of unknown tensors are free."""
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         while source not in self.by_start and source.all_input_nodes:
             source = source.all_input_nodes[0]
         collective = self.by_start.get(source)
-        if collective is None or collective.waits[0] is not node:
+        if collective is None:
             return Task(node.name, deps=deps, reads=reads, writes=writes)
+        first = self.first_wait.setdefault(collective.name, node.name)
+        if first != node.name:
+            return Task(node.name, deps=(*deps, first), reads=reads, writes=writes)
         return Task(
             name=node.name,
             kind="wait",

@@ -2,8 +2,8 @@
 
 A plan names collectives and tasks by the names of the graph it was made for. It prints, and
 round-trips through JSON. Its digest covers what all ranks must agree on: the buckets with their
-payload order, and the order in which collectives start. Local details (how many pad nodes a rank
-has) stay out of it.
+form and payload order, and the order in which collectives start. Local details (how many pad nodes
+a rank has) stay out of it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
+
+BucketForm = Literal["packed", "coalesced"]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Collectives merged into one; ``members`` are start names in payload order."""
+    """Collectives merged into one; ``members`` are start names in payload order.
+
+    ``form``: "packed" copies its inputs into one tensor, and gathers out of it; "coalesced" is one
+    launch of all members, each with tensors of its own.
+    """
 
     name: str
     members: tuple[str, ...]
+    form: BucketForm = "packed"
 
     def __repr__(self) -> str:
-        return f"Bucket({self.name}: {', '.join(self.members)})"
+        return f"Bucket({self.name}, {self.form}: {', '.join(self.members)})"
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,14 @@ class Plan:
 
     def __str__(self) -> str:
         merged = sum(len(bucket.members) for bucket in self.buckets)
+        return f"{self.policy}: {merged} collectives in {self.counted_buckets}"
+
+    @property
+    def counted_buckets(self) -> str:
+        """How many buckets there are, in words: "3 buckets, 1 coalesced"."""
         plural = "" if len(self.buckets) == 1 else "s"
-        return f"{self.policy}: {merged} collectives in {len(self.buckets)} bucket{plural}"
+        coalesced = sum(bucket.form == "coalesced" for bucket in self.buckets)
+        return f"{len(self.buckets)} bucket{plural}" + f", {coalesced} coalesced" * (coalesced > 0)
 
     @property
     def changes_nothing(self) -> bool:
@@ -55,7 +68,7 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 of what must be equal on all ranks: buckets and issue order."""
         agreed: Sequence[Any] = (
-            [[bucket.name, list(bucket.members)] for bucket in self.buckets],
+            [[bucket.name, bucket.form, list(bucket.members)] for bucket in self.buckets],
             list(self.starts),
         )
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
@@ -76,7 +89,8 @@ class Plan:
         try:
             fields = json.loads(text)
             buckets = tuple(
-                Bucket(_name(b["name"]), _names(b["members"])) for b in _list(fields["buckets"])
+                Bucket(_name(b["name"]), _names(b["members"]), _form(b["form"]))
+                for b in _list(fields["buckets"])
             )
             order, starts = _names(fields["order"]), _names(fields["starts"])
             plan = cls(_name(fields["policy"]), buckets, order, starts)
@@ -97,6 +111,13 @@ def _name(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a name, got {value!r}")
     return value
+
+
+def _form(value: object) -> BucketForm:
+    for form in get_args(BucketForm):
+        if value == form:
+            return form
+    raise TypeError(f"expected one of {get_args(BucketForm)}, got {value!r}")
 
 
 def _names(value: object) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ from inductor_overlap.passes.auto_wrap import (
     Ranking,
     rank_choices,
 )
-from inductor_overlap.passes.bucketing import MergedBucket, merge_bucket
+from inductor_overlap.passes.bucket_nodes import MergedBucket
+from inductor_overlap.passes.bucketing import merge_bucket
 from inductor_overlap.passes.collectives import Collective
 from inductor_overlap.passes.graph_schedule import GraphProgram, read_graph, write_order
 from inductor_overlap.passes.plan import Plan
@@ -205,14 +206,15 @@ def _carry_out(
     written = 0
     buckets: list[MergedBucket] = []
     for bucket, like in zip_longest(choice.plan.buckets, rehearsed):
-        merged = merge_bucket(bucket.name, [by_name[name] for name in bucket.members], like)
+        members = [by_name[name] for name in bucket.members]
+        merged = merge_bucket(bucket.name, members, like, form=bucket.form)
         for name in bucket.members:
             nodes.pop(name)
         nodes.update(merged.unpack)
         nodes[f"{bucket.name}.pack"] = merged.pack
-        nodes[bucket.name] = (merged.start,)
+        nodes[bucket.name] = (merged.start, *merged.items)
         nodes[f"{bucket.name}.wait"] = merged.wait
-        written += len(merged.pack) + len(merged.wait) + 1
+        written += len(merged.pack) + len(merged.wait) + len(merged.items) + 1
         buckets.append(merged)
     written += write_order(graph, nodes, choice.plan.order)
     for name in choice.plan.starts:

@@ -17,7 +17,7 @@ kernels between them stay free for Inductor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def overlap_snodes(
         return list(snodes)
     program = retime(source.program)
     ordered = [source.snodes[task.name] for task in program.schedule.tasks]
-    _pin(program.schedule, {task.name: source.snodes[task.name] for task in program.schedule.tasks})
+    _pin([source.snodes[task.name] for task in pinned_tasks(program.schedule, source.waits)])
     return ordered
 
 
@@ -74,18 +74,22 @@ def retime(program: Program) -> Program:
     return best
 
 
-def pinned_tasks(schedule: Schedule) -> list[Task]:
-    """The tasks whose relative order is pinned: collectives, waits, and kernels that take time."""
+def pinned_tasks(schedule: Schedule, waits: Collection[str] = ()) -> list[Task]:
+    """The tasks whose relative order is pinned: collectives, waits, and kernels that take time.
+
+    ``waits``: names of further waits of a collective, which take no time and do not stall.
+    """
     total_us = sum(task.duration_us for task in schedule.tasks if task.kind == "compute")
     return [
         task
         for task in schedule.tasks
-        if task.kind != "compute" or task.duration_us > _PINNED_SHARE * total_us
+        if task.kind != "compute"
+        or task.name in waits
+        or task.duration_us > _PINNED_SHARE * total_us
     ]
 
 
-def _pin(schedule: Schedule, snodes: dict[str, BaseSchedulerNode]) -> None:
-    pinned = [snodes[task.name] for task in pinned_tasks(schedule)]
+def _pin(pinned: Sequence[BaseSchedulerNode]) -> None:
     for earlier, later in pairwise(pinned):
         _add_order_dep(earlier, later)
 

@@ -1,9 +1,10 @@
 """Try proposals: defer, bucket, order, simulate, replay memory; keep what was tried.
 
-A `Proposal` says what to merge and defer and how to order; a `Trial` what came of it on the coarse
-program (`coarsen`), on which a try costs a fraction. `Search.finish` carries a trial over to the
-whole program. Proposals over the memory limit are ordered again under a smaller one, and lose the
-largest member of the largest bucket at their peak while none of their orders fits.
+A `Proposal` says what to merge, in which form, what to defer and how to order; a `Trial` what came
+of it on the coarse program (`coarsen`), on which a try costs a fraction. `Search.finish` carries a
+trial over to the whole program. Proposals over the memory limit are ordered again under a smaller
+one, and lose the largest member of the largest bucket at their peak while none of their orders and
+forms fits.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
+from typing import get_args
 
 from inductor_overlap.cost_model.memory import buffer_lifetimes
 from inductor_overlap.cost_model.schedule import Schedule
 from inductor_overlap.cost_model.simulate import Timeline, simulate
+from inductor_overlap.passes.bucket_form import Forms, with_forms
 from inductor_overlap.passes.bucket_schedule import bucket_program
 from inductor_overlap.passes.coarsen import CoarseProgram, coarsen
 from inductor_overlap.passes.defer_gradients import WeightGradient, defer_gradients
@@ -30,6 +33,8 @@ _SHRINK_ATTEMPTS = 4
 _MAX_LEFT_OUT = 8
 _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
+_KEPT_FORMS = 32
+"""Sets of buckets whose forms are kept, likewise."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,17 @@ ONE_AHEAD = Order("one ahead", one_ahead=True)
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to try: buckets, deferred gradients and an order.
+    """What to try: buckets, how their forms are chosen, deferred gradients and an order.
 
     ``kind``: how it was made; ``is_moved``: its buckets were then changed by the hill climb.
     """
 
     kind: str
     buckets: tuple[Bucket, ...] = ()
+    forms: Forms = "packed"
     deferred: tuple[WeightGradient, ...] = ()
     order: Order = EARLY
     is_moved: bool = False
-
-    @property
-    def result(self) -> object:
-        """Equal for proposals that lead to the same order of the same collectives."""
-        return tuple(bucket.members for bucket in self.buckets), self.deferred, self.order
 
     @property
     def label(self) -> str:
@@ -130,6 +131,7 @@ class Search:
         self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
         self._tried: set[object] = set()
         self._with_gathers = lru_cache(_KEPT_PROGRAMS)(self._merge_gathers)
+        self._formed = lru_cache(_KEPT_FORMS)(self._form)
         self._with_all = lru_cache(_KEPT_PROGRAMS)(self._merge_all)
 
     def best(self, number: int | None = None) -> list[Trial]:
@@ -165,6 +167,8 @@ class Search:
             least = min(trials, key=lambda trial: trial.timeline.peak_bytes)
             if self.fits(least) or len(notes) == _MAX_LEFT_OUT:
                 return
+            if not notes:
+                self.try_forms(least.proposal)  # without packed buffers it may fit as it is
             largest = self._largest_member_at_peak(least)
             if largest is None:
                 return
@@ -174,17 +178,35 @@ class Search:
 
     def try_one(self, proposal: Proposal) -> None:
         """Try ``proposal`` as it is, unless the same has been tried, made in whatever way."""
-        if proposal.result not in self._tried:
+        if self._result(proposal) not in self._tried:
             self.trials.append(self._try(proposal, self.bucketed(proposal), ()))
+
+    def try_forms(self, proposal: Proposal) -> None:
+        """Try ``proposal`` with its buckets in other forms."""
+        for forms in get_args(Forms):
+            self.try_one(replace(proposal, forms=forms))
+
+    def _result(self, proposal: Proposal) -> object:
+        """Equal for proposals that lead to the same order of the same collectives."""
+        buckets = self._buckets(proposal)
+        named = tuple((bucket.members, bucket.form) for bucket in buckets)
+        return named, proposal.deferred, proposal.order
+
+    def _buckets(self, proposal: Proposal) -> tuple[Bucket, ...]:
+        """The buckets of ``proposal`` in their forms, under names that no task has."""
+        return self._formed(proposal.buckets, proposal.forms)
+
+    def _form(self, buckets: tuple[Bucket, ...], forms: Forms) -> tuple[Bucket, ...]:
+        return with_forms(self.program, _with_new_names(self.program, buckets), forms)
 
     def bucketed(self, proposal: Proposal) -> Program:
         """The coarse program with the buckets and deferral of ``proposal``."""
-        return self._with_all(proposal.buckets, proposal.deferred)
+        return self._with_all(self._buckets(proposal), proposal.deferred)
 
     def _merge_all(
         self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
     ) -> Program:
-        gathers, reductions = by_kind(self.program, _with_new_names(self.program, buckets))
+        gathers, reductions = by_kind(self.program, buckets)
         return bucket_program(self._with_gathers(gathers, deferred), reductions)
 
     def _merge_gathers(
@@ -196,13 +218,13 @@ class Search:
 
     def finish(self, trial: Trial) -> tuple[tuple[Bucket, ...], Program]:
         """Buckets and whole program of ``trial``, in its order."""
-        buckets = _with_new_names(self.program, trial.proposal.buckets)
+        buckets = self._buckets(trial.proposal)
         names = self.coarse.expand(task.name for task in trial.schedule.tasks)
-        return tuple(buckets), bucket_program(self.program, buckets).with_order(names)
+        return buckets, bucket_program(self.program, buckets).with_order(names)
 
     def _try(self, proposal: Proposal, bucketed: Program, notes: tuple[str, ...]) -> Trial:
         """Order, simulate and replay; above the limit, again under a smaller one."""
-        self._tried.add(proposal.result)
+        self._tried.add(self._result(proposal))
         allowed = self.memory_limit_bytes
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
@@ -220,8 +242,9 @@ class Search:
         lifetimes = buffer_lifetimes(trial.schedule)
         at = [task.name for task in trial.schedule.tasks].index(trial.timeline.peak_task)
         live: list[tuple[int, Bucket]] = []
-        for bucket in _with_new_names(self.program, trial.proposal.buckets):
-            spans = [lifetimes.get(f"{bucket.name}.{part}") for part in ("packed", "output")]
+        for bucket in self._buckets(trial.proposal):
+            names = (f"{bucket.name}.packed", *trial.schedule.by_name[bucket.name].writes)
+            spans = [lifetimes.get(name) for name in names]
             if any(span is not None and span[0] <= at <= span[1] for span in spans):
                 live.append((sum(self._size_bytes(member) for member in bucket.members), bucket))
         if not live:

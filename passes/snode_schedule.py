@@ -16,7 +16,7 @@ Reads ``torch._inductor.scheduler``, ``.memory`` and ``.utils``; never changes a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
@@ -38,6 +38,8 @@ class SnodeProgram:
 
     program: Program
     snodes: Mapping[str, BaseSchedulerNode]
+    waits: frozenset[str]
+    """All waits: the first of each collective, and those of its other tensors."""
 
 
 def read_snodes(
@@ -62,7 +64,7 @@ class _Reader:
         self.frees_inputs = is_backward(graph)
         self.scheduler = snodes[0].scheduler
         self.collectives = {c.start: c for c in find_collectives(graph)}
-        self.waits = {c.waits[0]: c for c in self.collectives.values() if c.waits}
+        self.waits = {wait: c for c in self.collectives.values() for wait in c.waits}
         self.producer = {
             buffer: name
             for name, snode in self.snodes.items()
@@ -70,19 +72,18 @@ class _Reader:
         }
         self.starts: dict[str, Collective] = {}
         self.wait_of: dict[str, Collective] = {}
+        self.first_wait: dict[str, str] = {}
         self._find_collectives()
         self.start_names = {c.name: name for name, c in self.starts.items()}
-        self.waited = {c.name for c in self.wait_of.values()}
         self.sizes = self._sizes()
         self.roots = self._storage_roots()
 
     def read(self) -> SnodeProgram:
         tasks = [self._task(name, snode) for name, snode in self.snodes.items()]
-        wait_names = {c.name: name for name, c in self.wait_of.items()}
         free = [
-            neutral(c, self.start_names[c.name], wait_names[c.name])
+            neutral(c, self.start_names[c.name], self.first_wait[c.name])
             for c in self.collectives.values()
-            if c.free and c.name in self.start_names and c.name in wait_names
+            if c.free and c.name in self.start_names and c.name in self.first_wait
         ]
         program = Program(
             schedule=Schedule(
@@ -96,7 +97,7 @@ class _Reader:
             movable=self._movable(free),
             prices=self.prices,
         )
-        return SnodeProgram(program, self.snodes)
+        return SnodeProgram(program, self.snodes, frozenset(self.wait_of))
 
     def _find_collectives(self) -> None:
         from torch._inductor.utils import contains_collective, contains_wait
@@ -107,6 +108,7 @@ class _Reader:
                 found = [self.waits[node] for node in origins if node in self.waits]
                 if found:
                     self.wait_of[name] = found[0]
+                    self.first_wait.setdefault(found[0].name, name)
             elif contains_collective(snode):
                 found = [self.collectives[node] for node in origins if node in self.collectives]
                 if found:
@@ -152,17 +154,22 @@ class _Reader:
         if start is not None:
             return self._start(name, start, common)
         if wait is not None and wait.name in self.start_names:
-            return Task(name, "wait", collective=self.start_names[wait.name], **common)
+            return self._wait(name, wait, common)
         return Task(name, duration_us=self._compute_us(snode), **common)
 
     def _start(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
-        duration_us = self.prices.collective_us(
-            collective.kind, collective.size_bytes, collective.ranks
-        )
-        if collective.name not in self.waited:
+        duration_us = collective.price_us(self.prices)
+        if collective.name not in self.first_wait:
             return Task(name, duration_us=duration_us, **common)
         queue = collective.group_name
         return Task(name, "start", duration_us=duration_us, queue=queue, **common)
+
+    def _wait(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
+        """The wait of a collective; further waits of it, behind the first, are free compute."""
+        first = self.first_wait[collective.name]
+        if name == first:
+            return Task(name, "wait", collective=self.start_names[collective.name], **common)
+        return replace(Task(name, **common), deps=(*common["deps"], first))
 
     def _compute_us(self, snode: BaseSchedulerNode) -> float:
         kernels = [part for part in snode.get_nodes() if part.is_extern() or part.is_template()]
@@ -202,11 +209,12 @@ class _Reader:
         return buffers
 
     def _movable(self, free: Iterable[FreeCollective]) -> frozenset[str]:
-        movable = {name for c in free for name in (c.name, c.wait)}
+        names = {c.name for c in free} | {c.wait for c in free}
+        movable = names | {name for name, c in self.wait_of.items() if c.free}
         serving: set[fx.Node] = set()
         for c in self.collectives.values():
             if c.free:
-                serving |= {c.start, *c.waits, *c.head, *c.pack, *c.unpack, *c.tail}
+                serving |= {c.start, *c.items, *c.waits, *c.head, *c.pack, *c.unpack, *c.tail}
         for name, snode in self.snodes.items():
             origins = _origins(snode)
             if origins and origins <= serving:

@@ -1,10 +1,11 @@
 """The stages of ``wrap="auto"``: each proposes around the best trials of the one before.
 
 1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`;
-2. reductions: how much of what waits for the link together is merged;
-3. weight gradients: how much of them is deferred (`defer_gradients`);
-4. order: how early gathers start, and on a clock on which communication is slower;
-5. a hill climb on the boundaries of the gathers' buckets.
+2. forms: which buckets are coalesced, here and again before the last stage;
+3. reductions: how much of what waits for the link together is merged;
+4. weight gradients: how much of them is deferred (`defer_gradients`);
+5. order: how early gathers start, and on a clock on which communication is slower;
+6. a hill climb on the boundaries of the gathers' buckets.
 
 Every bound is a count, never a time, so that all ranks do the same. The constants were chosen on
 Llama graphs from 8B to 405B at 45 to 350 GB/s; none is a time or a size.
@@ -68,11 +69,19 @@ _MOST_CLIMBS = 24
 def search_all(search: Search) -> None:
     """Run every stage on ``search``."""
     _try_buckets(search)
+    try_forms(search, 2)
     if search.program.reductions:
         _try_merges(search)
         _try_deferral(search)
     _try_orders(search)
+    try_forms(search, 1)
     _climb(search)
+
+
+def try_forms(search: Search, number: int) -> None:
+    """Try the best trials with their buckets in other forms."""
+    for trial in search.best(number):
+        search.try_forms(trial.proposal)
 
 
 def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:

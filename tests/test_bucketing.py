@@ -13,12 +13,8 @@ from support.graphs import GraphBuilder
 from support.interpreter import run_on_ranks
 from support.random_graphs import make_inputs
 
-from inductor_overlap.passes.bucketing import (
-    MergedBucket,
-    bucket_members,
-    merge_bucket,
-    why_not_bucketed,
-)
+from inductor_overlap.passes.bucket_nodes import MergedBucket, bucket_members
+from inductor_overlap.passes.bucketing import merge_bucket, why_not_bucketed
 from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.fx_ops import overload
 

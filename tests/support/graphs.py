@@ -45,8 +45,9 @@ class TestPrices:
     """Prices by the dozen: a matmul costs ``matmul_us``, a stored pointwise op ``pointwise_us``.
 
     A collective costs ``latency_us`` and its nccl-tests size at ``bytes_per_us``; copies, cat and
-    clone among them, are free unless ``copy_bytes_per_us`` is given. Every other kernel costs as
-    much as a matmul.
+    clone among them, are free unless ``copy_bytes_per_us`` is given. A grouped launch costs
+    ``member_us`` for each collective but the first, by default another latency. Every other kernel
+    costs as much as a matmul.
     """
 
     __test__ = False
@@ -56,6 +57,7 @@ class TestPrices:
     latency_us: float = 2.0
     bytes_per_us: float = 64.0
     copy_bytes_per_us: float = float("inf")
+    member_us: float | None = None
     shared_link: bool = False
     by_name: Mapping[str, float] = field(default_factory=dict[str, float])
     fallbacks: Counter[str] = field(default_factory=Counter[str])
@@ -73,6 +75,11 @@ class TestPrices:
 
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         return self.latency_us + size_bytes / self.bytes_per_us
+
+    def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        member_us = self.latency_us if self.member_us is None else self.member_us
+        latencies_us = self.latency_us + member_us * (len(sizes_bytes) - 1)
+        return latencies_us + sum(sizes_bytes) / self.bytes_per_us
 
     def copy_us(self, size_bytes: int) -> float:
         return size_bytes / self.copy_bytes_per_us

@@ -1,0 +1,48 @@
+"""Write a coalesced bucket: one launch of several collectives, each with tensors of its own.
+
+Nothing is packed or copied: the start takes the inputs of all members, the items of its result are
+waited for one by one, and each wait takes the place of a member's. The first wait ends the launch,
+the others find it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from inductor_overlap.passes.bucket_nodes import BucketNodes, MergedBucket
+from inductor_overlap.passes.collectives import Collective
+
+c10d = torch.ops._c10d_functional
+
+_COALESCED: dict[str, Any] = {
+    "all_gather": c10d.all_gather_into_tensor_coalesced.default,
+    "reduce_scatter": c10d.reduce_scatter_tensor_coalesced.default,
+    "all_reduce": c10d.all_reduce_coalesced.default,
+}
+
+
+def coalesce(name: str, members: Sequence[Collective]) -> MergedBucket:
+    """Write the collective called ``name``; the users of the members' waits use the new ones."""
+    nodes = BucketNodes(name, members)
+    outputs = [member.start.meta["val"] for member in members]
+    start = nodes.start(_COALESCED[members[0].kind], list(nodes.sources), lambda: outputs)
+    items = [
+        nodes.add(getitem, (start, index), lambda value=value: value, like=member.start)
+        for index, (member, value) in enumerate(zip(members, outputs, strict=True))
+    ]
+    waits = [_wait(nodes, member, item) for member, item in zip(members, items, strict=True)]
+    unpack: dict[str, tuple[fx.Node, ...]] = {members[0].waits[0].name: ()}
+    unpack |= {m.waits[0].name: (wait,) for m, wait in zip(members[1:], waits[1:], strict=True)}
+    return MergedBucket((), start, (waits[0],), unpack, tuple(items))
+
+
+def _wait(nodes: BucketNodes, member: Collective, item: fx.Node) -> fx.Node:
+    old = member.waits[0]
+    wait = nodes.add(c10d.wait_tensor.default, (item,), lambda: old.meta["val"], like=old)
+    old.replace_all_uses_with(wait)
+    return wait
