@@ -29,7 +29,7 @@ class MergedBucket:
 
     Attributes:
         pack: before the start; empty if the members' inputs already are one tensor.
-        wait: the wait and the views that all members share.
+        wait: the wait and the views that all members share; of a coalesced bucket, all waits.
         unpack: by name of the member's wait, the nodes that stand for it.
         items: of a coalesced bucket, those of the start's result.
     """

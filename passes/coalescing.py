@@ -1,8 +1,9 @@
 """Write a coalesced bucket: one launch of several collectives, each with tensors of its own.
 
 Nothing is packed or copied: the start takes the inputs of all members, the items of its result are
-waited for one by one, and each wait takes the place of a member's. The first wait ends the launch,
-the others find it ended.
+waited for one by one, and each wait takes the place of a member's. The first wait ends the launch;
+the others find it ended and stand right behind it, since Inductor keeps a member's input until its
+own wait.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ def coalesce(name: str, members: Sequence[Collective]) -> MergedBucket:
         for index, (member, value) in enumerate(zip(members, outputs, strict=True))
     ]
     waits = [_wait(nodes, member, item) for member, item in zip(members, items, strict=True)]
-    unpack: dict[str, tuple[fx.Node, ...]] = {members[0].waits[0].name: ()}
-    unpack |= {m.waits[0].name: (wait,) for m, wait in zip(members[1:], waits[1:], strict=True)}
-    return MergedBucket((), start, (waits[0],), unpack, tuple(items))
+    unpack: dict[str, tuple[fx.Node, ...]] = {member.waits[0].name: () for member in members}
+    return MergedBucket((), start, tuple(waits), unpack, tuple(items))
 
 
 def _wait(nodes: BucketNodes, member: Collective, item: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ kernels between them stay free for Inductor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from inductor_overlap.cost_model.schedule import Schedule, Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.list_schedule import list_schedule
 from inductor_overlap.passes.program import Program
-from inductor_overlap.passes.snode_schedule import read_snodes
+from inductor_overlap.passes.snode_schedule import SnodeProgram, read_snodes
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
@@ -47,9 +47,12 @@ def overlap_snodes(
     if not source.program.collectives:
         return list(snodes)
     program = retime(source.program)
-    ordered = [source.snodes[task.name] for task in program.schedule.tasks]
-    _pin([source.snodes[task.name] for task in pinned_tasks(program.schedule, source.waits)])
-    return ordered
+    _pin(_snodes(source, pinned_tasks(program.schedule)))
+    return _snodes(source, program.schedule.tasks)
+
+
+def _snodes(source: SnodeProgram, tasks: Iterable[Task]) -> list[BaseSchedulerNode]:
+    return [snode for task in tasks for snode in source.snodes[task.name]]
 
 
 def retime(program: Program) -> Program:
@@ -74,18 +77,13 @@ def retime(program: Program) -> Program:
     return best
 
 
-def pinned_tasks(schedule: Schedule, waits: Collection[str] = ()) -> list[Task]:
-    """The tasks whose relative order is pinned: collectives, waits, and kernels that take time.
-
-    ``waits``: names of further waits of a collective, which take no time and do not stall.
-    """
+def pinned_tasks(schedule: Schedule) -> list[Task]:
+    """The tasks whose relative order is pinned: collectives, waits, and kernels that take time."""
     total_us = sum(task.duration_us for task in schedule.tasks if task.kind == "compute")
     return [
         task
         for task in schedule.tasks
-        if task.kind != "compute"
-        or task.name in waits
-        or task.duration_us > _PINNED_SHARE * total_us
+        if task.kind != "compute" or task.duration_us > _PINNED_SHARE * total_us
     ]
 
 

@@ -16,7 +16,7 @@ Reads ``torch._inductor.scheduler``, ``.memory`` and ``.utils``; never changes a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.fx as fx
@@ -37,9 +37,8 @@ class SnodeProgram:
     """A program and the scheduler nodes it was read from."""
 
     program: Program
-    snodes: Mapping[str, BaseSchedulerNode]
-    waits: frozenset[str]
-    """All waits: the first of each collective, and those of its other tensors."""
+    snodes: Mapping[str, tuple[BaseSchedulerNode, ...]]
+    """Task name -> its nodes: one, but for the waits of a coalesced bucket, which stay together."""
 
 
 def read_snodes(
@@ -64,12 +63,15 @@ class _Reader:
         self.frees_inputs = is_backward(graph)
         self.scheduler = snodes[0].scheduler
         self.collectives = {c.start: c for c in find_collectives(graph)}
-        self.waits = {wait: c for c in self.collectives.values() for wait in c.waits}
+        self.waits: dict[fx.Node, Collective] = {}
+        for c in self.collectives.values():  # further waits of one that is not ours are compute
+            self.waits |= dict.fromkeys(c.waits if c.items else c.waits[:1], c)
         self.producer = {
             buffer: name
             for name, snode in self.snodes.items()
             for buffer in snode.get_buffer_names()
         }
+        self.joined: dict[str, str] = {}
         self.starts: dict[str, Collective] = {}
         self.wait_of: dict[str, Collective] = {}
         self.first_wait: dict[str, str] = {}
@@ -79,7 +81,7 @@ class _Reader:
         self.roots = self._storage_roots()
 
     def read(self) -> SnodeProgram:
-        tasks = [self._task(name, snode) for name, snode in self.snodes.items()]
+        tasks = [self._task(name) for name in self.snodes if name not in self.joined]
         free = [
             neutral(c, self.start_names[c.name], self.first_wait[c.name])
             for c in self.collectives.values()
@@ -97,7 +99,7 @@ class _Reader:
             movable=self._movable(free),
             prices=self.prices,
         )
-        return SnodeProgram(program, self.snodes, frozenset(self.wait_of))
+        return SnodeProgram(program, {task.name: self._parts(task.name) for task in tasks})
 
     def _find_collectives(self) -> None:
         from torch._inductor.utils import contains_collective, contains_wait
@@ -107,12 +109,18 @@ class _Reader:
             if contains_wait(snode):
                 found = [self.waits[node] for node in origins if node in self.waits]
                 if found:
-                    self.wait_of[name] = found[0]
-                    self.first_wait.setdefault(found[0].name, name)
+                    self._found_wait(name, snode, found[0])
             elif contains_collective(snode):
                 found = [self.collectives[node] for node in origins if node in self.collectives]
                 if found:
                     self.starts[name] = found[0]
+
+    def _found_wait(self, name: str, snode: BaseSchedulerNode, collective: Collective) -> None:
+        first = self.first_wait.setdefault(collective.name, name)
+        self.wait_of[name] = collective
+        if first != name:
+            self.joined[name] = first
+            self.producer |= dict.fromkeys(snode.get_buffer_names(), first)
 
     def _sizes(self) -> dict[str, int]:
         from torch._inductor.memory import compute_size_for_scheduler_buffer
@@ -137,13 +145,20 @@ class _Reader:
             buffer = self.roots[buffer]
         return buffer
 
-    def _task(self, name: str, snode: BaseSchedulerNode) -> Task:
-        names = [dep.name for dep in snode.unmet_dependencies]
+    def _parts(self, name: str) -> tuple[BaseSchedulerNode, ...]:
+        names = [name, *(other for other, leader in self.joined.items() if leader == name)]
+        return tuple(self.snodes[part] for part in names)
+
+    def _task(self, name: str) -> Task:
+        parts = self._parts(name)
+        names = [dep.name for snode in parts for dep in snode.unmet_dependencies]
         deps = [self.producer[buffer] for buffer in names if buffer in self.producer]
         deps = list(dict.fromkeys(dep for dep in deps if dep != name))
-        data = [dep.name for dep in snode.read_writes.reads if not getattr(dep, "is_fake", False)]
+        accesses = [dep for snode in parts for dep in snode.read_writes.reads]
+        data = [dep.name for dep in accesses if not getattr(dep, "is_fake", False)]
         reads = list(dict.fromkeys(self._root(buffer) for buffer in data))
-        writes = [b for b in snode.get_buffer_names() if self._root(b) == b and self.sizes.get(b)]
+        written = [buffer for snode in parts for buffer in snode.get_buffer_names()]
+        writes = [b for b in written if self._root(b) == b and self.sizes.get(b)]
         reads = [b for b in reads if b not in writes and (b in self.producer or self._dies(b))]
         common: dict[str, Any] = {
             "deps": tuple(deps),
@@ -154,8 +169,8 @@ class _Reader:
         if start is not None:
             return self._start(name, start, common)
         if wait is not None and wait.name in self.start_names:
-            return self._wait(name, wait, common)
-        return Task(name, duration_us=self._compute_us(snode), **common)
+            return Task(name, "wait", collective=self.start_names[wait.name], **common)
+        return Task(name, duration_us=self._compute_us(self.snodes[name]), **common)
 
     def _start(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
         duration_us = collective.price_us(self.prices)
@@ -163,13 +178,6 @@ class _Reader:
             return Task(name, duration_us=duration_us, **common)
         queue = collective.group_name
         return Task(name, "start", duration_us=duration_us, queue=queue, **common)
-
-    def _wait(self, name: str, collective: Collective, common: dict[str, Any]) -> Task:
-        """The wait of a collective; further waits of it, behind the first, are free compute."""
-        first = self.first_wait[collective.name]
-        if name == first:
-            return Task(name, "wait", collective=self.start_names[collective.name], **common)
-        return replace(Task(name, **common), deps=(*common["deps"], first))
 
     def _compute_us(self, snode: BaseSchedulerNode) -> float:
         kernels = [part for part in snode.get_nodes() if part.is_extern() or part.is_template()]
@@ -209,15 +217,14 @@ class _Reader:
         return buffers
 
     def _movable(self, free: Iterable[FreeCollective]) -> frozenset[str]:
-        names = {c.name for c in free} | {c.wait for c in free}
-        movable = names | {name for name, c in self.wait_of.items() if c.free}
+        movable = {name for c in free for name in (c.name, c.wait)}
         serving: set[fx.Node] = set()
         for c in self.collectives.values():
             if c.free:
                 serving |= {c.start, *c.items, *c.waits, *c.head, *c.pack, *c.unpack, *c.tail}
         for name, snode in self.snodes.items():
             origins = _origins(snode)
-            if origins and origins <= serving:
+            if origins and origins <= serving and name not in self.joined:
                 movable.add(name)
         return frozenset(movable)
 
