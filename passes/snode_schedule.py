@@ -1,10 +1,12 @@
 """The adapter between Inductor's scheduler nodes (after fusion) and Schedules: ``read_snodes``.
 
-Each scheduler node is one task. Its collective, if it is one, is found through the FX node it was
-lowered from, so what is free to move and what it costs are decided once, on the FX graph. A kernel
-may move with a collective only if all it computes packs or unpacks for that collective; kernels
-fused with other work are fixed. Library kernels cost what their FX nodes cost, generated kernels
-the bytes that they read and write after fusion. Memory follows Inductor's own sizes.
+Each scheduler node is one task. Only the start of a coalesced bucket and the items of its result
+are one together, and so are its waits: Inductor may have put other nodes between them. A task's
+collective, if it is one, is found through the FX node it was lowered from, so what is free to move
+and what it costs are decided once, on the FX graph. A kernel may move with a collective only if all
+it computes packs or unpacks for that collective; kernels fused with other work are fixed. Library
+kernels cost what their FX nodes cost, generated kernels the bytes that they read and write after
+fusion. Memory follows Inductor's own sizes.
 
 Reads ``torch._inductor.scheduler``, ``.memory`` and ``.utils``; never changes a scheduler node.
 """
@@ -38,7 +40,7 @@ class SnodeProgram:
 
     program: Program
     snodes: Mapping[str, tuple[BaseSchedulerNode, ...]]
-    """Task name -> its nodes: one, but for the waits of a coalesced bucket, which stay together."""
+    """Task name -> its nodes: one, but for the start and the waits of a coalesced bucket."""
 
 
 def read_snodes(
@@ -65,23 +67,25 @@ class _Reader:
         self.collectives = {c.start: c for c in find_collectives(graph)}
         self.waits: dict[fx.Node, Collective] = {}
         for c in self.collectives.values():  # further waits of one that is not ours are compute
-            self.waits |= dict.fromkeys(c.waits if c.items else c.waits[:1], c)
+            self.waits |= dict.fromkeys(c.waits if c.is_bucket else c.waits[:1], c)
         self.producer = {
             buffer: name
             for name, snode in self.snodes.items()
             for buffer in snode.get_buffer_names()
         }
-        self.joined: dict[str, str] = {}
+        self.parts: dict[str, list[BaseSchedulerNode]] = {
+            name: [snode] for name, snode in self.snodes.items()
+        }
         self.starts: dict[str, Collective] = {}
         self.wait_of: dict[str, Collective] = {}
+        self.start_names: dict[str, str] = {}
         self.first_wait: dict[str, str] = {}
         self._find_collectives()
-        self.start_names = {c.name: name for name, c in self.starts.items()}
         self.sizes = self._sizes()
         self.roots = self._storage_roots()
 
     def read(self) -> SnodeProgram:
-        tasks = [self._task(name) for name in self.snodes if name not in self.joined]
+        tasks = [self._task(name, parts) for name, parts in self.parts.items()]
         free = [
             neutral(c, self.start_names[c.name], self.first_wait[c.name])
             for c in self.collectives.values()
@@ -99,9 +103,10 @@ class _Reader:
             movable=self._movable(free),
             prices=self.prices,
         )
-        return SnodeProgram(program, {task.name: self._parts(task.name) for task in tasks})
+        return SnodeProgram(program, {name: tuple(parts) for name, parts in self.parts.items()})
 
     def _find_collectives(self) -> None:
+        from torch._inductor.ir import MultiOutput
         from torch._inductor.utils import contains_collective, contains_wait
 
         for name, snode in self.snodes.items():
@@ -109,18 +114,28 @@ class _Reader:
             if contains_wait(snode):
                 found = [self.waits[node] for node in origins if node in self.waits]
                 if found:
-                    self._found_wait(name, snode, found[0])
+                    self._found_wait(name, found[0])
             elif contains_collective(snode):
                 found = [self.collectives[node] for node in origins if node in self.collectives]
                 if found:
                     self.starts[name] = found[0]
+                    self.start_names[found[0].name] = name
+            elif isinstance(snode.node, MultiOutput):
+                found = [self.collectives[node] for node in origins if node in self.collectives]
+                if found and found[0].is_bucket:
+                    self._join(name, self.start_names[found[0].name])
 
-    def _found_wait(self, name: str, snode: BaseSchedulerNode, collective: Collective) -> None:
-        first = self.first_wait.setdefault(collective.name, name)
+    def _found_wait(self, name: str, collective: Collective) -> None:
         self.wait_of[name] = collective
+        first = self.first_wait.setdefault(collective.name, name)
         if first != name:
-            self.joined[name] = first
-            self.producer |= dict.fromkeys(snode.get_buffer_names(), first)
+            self._join(name, first)
+
+    def _join(self, name: str, leader: str) -> None:
+        """Make the node called ``name`` a part of the task ``leader``, which comes before it."""
+        parts = self.parts.pop(name)
+        self.parts[leader] += parts
+        self.producer |= {b: leader for part in parts for b in part.get_buffer_names()}
 
     def _sizes(self) -> dict[str, int]:
         from torch._inductor.memory import compute_size_for_scheduler_buffer
@@ -145,21 +160,19 @@ class _Reader:
             buffer = self.roots[buffer]
         return buffer
 
-    def _parts(self, name: str) -> tuple[BaseSchedulerNode, ...]:
-        names = [name, *(other for other, leader in self.joined.items() if leader == name)]
-        return tuple(self.snodes[part] for part in names)
-
-    def _task(self, name: str) -> Task:
-        parts = self._parts(name)
+    def _task(self, name: str, parts: Sequence[BaseSchedulerNode]) -> Task:
         names = [dep.name for snode in parts for dep in snode.unmet_dependencies]
         deps = [self.producer[buffer] for buffer in names if buffer in self.producer]
         deps = list(dict.fromkeys(dep for dep in deps if dep != name))
         accesses = [dep for snode in parts for dep in snode.read_writes.reads]
         data = [dep.name for dep in accesses if not getattr(dep, "is_fake", False)]
         reads = list(dict.fromkeys(self._root(buffer) for buffer in data))
-        written = [buffer for snode in parts for buffer in snode.get_buffer_names()]
+        is_joined = len(parts) > 1 and name in self.starts
+        writers = parts[1:] if is_joined else parts  # a launch allocates its items, not a list
+        written = [buffer for snode in writers for buffer in snode.get_buffer_names()]
         writes = [b for b in written if self._root(b) == b and self.sizes.get(b)]
-        reads = [b for b in reads if b not in writes and (b in self.producer or self._dies(b))]
+        own = {buffer for snode in parts for buffer in snode.get_buffer_names()}
+        reads = [b for b in reads if b not in own and (b in self.producer or self._dies(b))]
         common: dict[str, Any] = {
             "deps": tuple(deps),
             "reads": tuple(reads),
@@ -224,7 +237,7 @@ class _Reader:
                 serving |= {c.start, *c.items, *c.waits, *c.head, *c.pack, *c.unpack, *c.tail}
         for name, snode in self.snodes.items():
             origins = _origins(snode)
-            if origins and origins <= serving and name not in self.joined:
+            if origins and origins <= serving and name in self.parts:
                 movable.add(name)
         return frozenset(movable)
 

@@ -97,10 +97,20 @@ def test_no_wrap_has_one_choice() -> None:
 
 PLAN = Plan("manual, early", (Bucket("b", ("g0", "g1")),), ("b.pack", "b"), ("b",))
 
+COALESCED = Plan("manual, early", (Bucket("b", ("g0", "g1"), "coalesced"),), ("b",), ("b",))
+
 
 def test_a_plan_survives_json() -> None:
     assert Plan.from_json(PLAN.to_json()) == PLAN
-    assert str(PLAN).startswith("manual, early: 2 collectives in 1 bucket")
+    assert str(PLAN) == "manual, early: 2 collectives in 1 bucket"
+    assert Plan.from_json(COALESCED.to_json()) == COALESCED
+    assert str(COALESCED) == "manual, early: 2 collectives in 1 bucket, 1 coalesced"
+
+
+def test_a_plan_of_an_unknown_form_is_refused() -> None:
+    text = COALESCED.to_json().replace('"coalesced"', '"stacked"')
+    with pytest.raises(ValueError, match="expected the JSON text of a plan"):
+        Plan.from_json(text)
 
 
 def test_the_digest_covers_what_ranks_must_agree_on() -> None:
@@ -110,8 +120,9 @@ def test_the_digest_covers_what_ranks_must_agree_on() -> None:
     assert same.digest == PLAN.digest
     other_starts = Plan("manual", PLAN.buckets, (), ("b", "c"))
     no_buckets = Plan("manual", (), (), PLAN.starts)
-    digests = {plan.digest for plan in (PLAN, other_payload, other_starts, no_buckets)}
-    assert len(digests) == 4
+    other_form = Plan("manual", COALESCED.buckets, (), PLAN.starts)
+    digests = {p.digest for p in (PLAN, other_payload, other_starts, no_buckets, other_form)}
+    assert len(digests) == 5
 
 
 def test_a_plan_that_was_edited_says_what_to_do() -> None:

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.programs import free, program
 from support.schedules import compute, schedule, start, wait
 
 from inductor_overlap.cost_model.schedule import Buffer
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.passes.bucket_schedule import bucket_program
+from inductor_overlap.passes.bucket_form import with_forms
+from inductor_overlap.passes.bucket_schedule import bucket_program, copies_us
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import Program
 
@@ -167,3 +170,71 @@ def test_a_cast_becomes_part_of_the_packing_kernel() -> None:
     # Packing: both gradients and the packed 200; scattering: 200 and two shards in one of 100.
     assert simulate(bucketed.schedule).peak_bytes == 300
     assert "cast1" not in bucketed.schedule.buffers
+
+
+# Coalesced.
+
+COALESCED = Bucket("b", ("g1", "g2"), "coalesced")
+
+
+def test_a_coalesced_bucket_neither_packs_nor_copies() -> None:
+    bucketed = bucket_program(two_layers(), [COALESCED])
+    assert names(bucketed) == ["b", "b.wait", "wait_g1", "c1", "wait_g2", "c2"]
+    # One launch of two gathers of 100 bytes, 1 + 0.5 + 2, and 2 x 10.
+    assert simulate(bucketed.schedule).step_us == pytest.approx(23.5)
+    # Both outputs; no packed inputs, no copies.
+    assert simulate(bucketed.schedule).peak_bytes == 200
+    tasks = bucketed.schedule.by_name
+    assert tasks["b"].writes == ("w1", "w2") and tasks["c2"].reads == ("w2",)
+    assert tasks["wait_g2"].kind == "compute" and tasks["wait_g2"].deps == ("b.wait",)
+    (merged,) = bucketed.collectives
+    assert (merged.name, merged.wait, merged.output_bytes) == ("b", "b.wait", 200)
+    assert bucketed.movable == {"b", "b.wait", "wait_g1", "wait_g2"}
+
+
+def test_a_coalesced_bucket_leaves_casts_where_they_are() -> None:
+    bucketed = bucket_program(cast_gradients(), [Bucket("b", ("r1", "r2"), "coalesced")])
+    bucketed.schedule.validate()
+    # Two matmuls and two casts, 22, and one launch of two scatters, 3.5.
+    assert simulate(bucketed.schedule).step_us == pytest.approx(25.5)
+    # Two casts of 100 bytes and two shards of 50 while the scatters are in flight.
+    assert simulate(bucketed.schedule).peak_bytes == 300
+
+
+def test_what_a_coalesced_bucket_reduced_must_be_packed_for_the_next() -> None:
+    scatters, reduces = ("s1", "s2"), ("a1", "a2")
+    buckets = [Bucket("s", scatters, "coalesced"), Bucket("a", reduces)]
+    assert "a.pack" in names(bucket_program(hybrid(cast=False), buckets))
+    both = [Bucket("s", scatters, "coalesced"), Bucket("a", reduces, "coalesced")]
+    merged = names(bucket_program(hybrid(cast=False), both))
+    assert merged[:4] == ["s", "s.wait", "wait_s1", "wait_s2"] and "a.pack" not in merged
+    after_packed = [Bucket("s", scatters), Bucket("a", reduces, "coalesced")]
+    assert "a.pack" not in names(bucket_program(hybrid(cast=False), after_packed))
+
+
+def test_the_form_that_takes_less_of_link_and_copies_is_chosen() -> None:
+    """Packing takes 0.1 and two copies out 0.2, a second collective in a launch 0.5."""
+    given, packed = two_layers(), [Bucket("b", ("g1", "g2"))]
+    assert with_forms(given, packed, "packed") == (packed[0],)
+    assert with_forms(given, packed, "cheaper") == (packed[0],)
+    assert with_forms(given, packed, "fewer copies") == (COALESCED,)
+    larger = [replace(c, input_bytes=1000, output_bytes=1000) for c in given.collectives]
+    dearer = replace(given, collectives=tuple(larger))  # copies of 2 and 2 x 1
+    assert with_forms(dearer, packed, "cheaper") == (COALESCED,)
+
+
+def test_a_packed_bucket_that_saves_casts_stays_packed() -> None:
+    """Packing takes 0.15, the casts that it absorbs 2."""
+    packed = Bucket("b", ("r1", "r2"))
+    assert with_forms(cast_gradients(), [packed], "fewer copies") == (packed,)
+
+
+def test_an_all_reduce_behind_a_packed_bucket_costs_no_copies() -> None:
+    """Unless the bucket before it is coalesced: then it is, too, or it would have to be packed."""
+    buckets = [Bucket("s", ("s1", "s2")), Bucket("a", ("a1", "a2"))]
+    forms = [b.form for b in with_forms(hybrid(cast=False), buckets, "fewer copies")]
+    assert forms == ["coalesced", "coalesced"]
+    alone = with_forms(hybrid(cast=False), buckets[1:], "fewer copies")
+    assert alone[0].form == "coalesced"
+    fed = copies_us(hybrid(cast=False), buckets[1], fed_by_bucket=True)
+    assert fed == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from support.random_graphs import make_inputs
 
 from inductor_overlap.passes.bucket_nodes import MergedBucket, bucket_members
 from inductor_overlap.passes.bucketing import merge_bucket, why_not_bucketed
-from inductor_overlap.passes.collectives import find_collectives
+from inductor_overlap.passes.collectives import BUCKET, find_collectives
 from inductor_overlap.passes.fx_ops import overload
+from inductor_overlap.passes.plan import BucketForm
 
 pytestmark = pytest.mark.quick
 
@@ -27,8 +29,11 @@ WORLD = 2
 GROUPS = {"pg0": [[0, 1]]}
 
 
-def merge_and_sort(gm: fx.GraphModule, name: str = "bucket") -> MergedBucket:
-    merged = merge_bucket(name, find_collectives(gm.graph))
+FORMS = st.sampled_from(get_args(BucketForm))
+
+
+def merge_and_sort(gm: fx.GraphModule, form: BucketForm = "packed") -> MergedBucket:
+    merged = merge_bucket("bucket", find_collectives(gm.graph), form=form)
     _sort(gm.graph)
     gm.graph.lint()
     return merged
@@ -72,12 +77,12 @@ def reductions(shapes: Sequence[tuple[int, ...]], kind: str, dtype: torch.dtype)
 
 
 @settings(max_examples=15)
-@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]))
+@given(SHAPES, st.sampled_from([torch.float32, torch.bfloat16]), FORMS)
 def test_gathers_of_any_shapes_keep_their_values(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, form: BucketForm
 ) -> None:
     gm = gathers(shapes, dtype)
-    assert_same_values(gm, lambda: merge_and_sort(gm))
+    assert_same_values(gm, lambda: merge_and_sort(gm, form))
     assert len(find_collectives(gm.graph)) == 1
 
 
@@ -86,12 +91,13 @@ def test_gathers_of_any_shapes_keep_their_values(
     SHAPES,
     st.sampled_from(["reduce_scatter", "all_reduce"]),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    FORMS,
 )
 def test_reductions_of_any_shapes_keep_their_values(
-    shapes: list[tuple[int, ...]], kind: str, dtype: torch.dtype
+    shapes: list[tuple[int, ...]], kind: str, dtype: torch.dtype, form: BucketForm
 ) -> None:
     gm = reductions(shapes, kind, dtype)
-    assert_same_values(gm, lambda: merge_and_sort(gm))
+    assert_same_values(gm, lambda: merge_and_sort(gm, form))
     assert len(find_collectives(gm.graph)) == 1
 
 
@@ -119,6 +125,35 @@ def test_a_bucket_is_recognised_and_not_merged_again() -> None:
     assert bucket.is_bucket and bucket.free
     assert why_not_bucketed(bucket) == "it is a bucket already"
     assert len(bucket.pack) == 3 and len(bucket.unpack) > 4
+
+
+def test_a_coalesced_bucket_is_recognised_by_its_mark() -> None:
+    """Two shards of 48 and 20 bytes, gathered from two ranks; without the mark it is another's."""
+    gm = gathers([(4, 3), (1, 5)], torch.float32)
+    merged = merge_and_sort(gm, "coalesced")
+    assert merged.pack == () and len(merged.items) == len(merged.wait) == 2
+    (bucket,) = find_collectives(gm.graph)
+    assert bucket.is_bucket and bucket.free
+    assert bucket.sizes_bytes == (96, 40) and bucket.size_bytes == 136
+    assert bucket.waits == merged.wait and bucket.items == merged.items
+    assert bucket.dtype is torch.float32 and len(bucket.bucket_key) == 4
+    for node in (merged.start, *merged.items, *merged.wait):
+        del node.meta[BUCKET]
+    (foreign,) = find_collectives(gm.graph)
+    assert foreign.why_fixed == "coalesced or in-place form"
+
+
+def test_hsdp_reduces_what_was_scattered_together_together() -> None:
+    b = GraphBuilder(WORLD)
+    scattered = [b.scatter(b.input(f"tangents_{i}", 4, 2)) for i in range(2)]
+    gm = b.output(*[b.all_reduce(part, "pg1") for part in scattered])
+    found = find_collectives(gm.graph)
+    merge_bucket("scatter", [c for c in found if c.kind == "reduce_scatter"], form="coalesced")
+    merge_bucket("reduce", [c for c in found if c.kind == "all_reduce"], form="coalesced")
+    _sort(gm.graph)
+    scatter, reduce = find_collectives(gm.graph)
+    assert scatter.free and reduce.free and reduce.follows == scatter.name
+    assert reduce.start.args[0] == list(scatter.waits)
 
 
 def test_hsdp_reduces_the_bucket_as_it_is() -> None:

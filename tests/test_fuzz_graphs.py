@@ -21,7 +21,8 @@ from support.random_graphs import GROUPS, NUM_RANKS, Parameter, Recipe, build, m
 from inductor_overlap.cost_model.schedule import Schedule
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.auto_wrap import parse_wrap, rank_choices
-from inductor_overlap.passes.fx_ops import is_start, is_wait
+from inductor_overlap.passes.bucket_schedule import bucket_program
+from inductor_overlap.passes.fx_ops import is_plain_form, is_start, is_wait
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.post_grad import Outcome, overlap_graph
@@ -46,6 +47,7 @@ PRICES = st.sampled_from(
         TestPrices(latency_us=20, bytes_per_us=1e4, copy_bytes_per_us=1e3),
         TestPrices(bytes_per_us=16, shared_link=True, copy_bytes_per_us=1e3),
         TestPrices(latency_us=8, bytes_per_us=100, shared_link=True),
+        TestPrices(latency_us=8, bytes_per_us=1e3, copy_bytes_per_us=50, member_us=0.5),
     ]
 )
 WRAPS = st.sampled_from(["auto", "greedy", ["*"], ["layers.0", ["layers.1", "layers.2"]]])
@@ -88,14 +90,15 @@ def replayed_peak_bytes(schedule: Schedule) -> int:
 
 
 def assert_one_wait_each(graph: fx.Graph) -> None:
-    """Each start is followed by exactly one wait for it."""
+    """Each start, or each item of a coalesced one, is followed by exactly one wait for it."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         if is_wait(node):
             assert node.args[0] in seen, f"{node} comes before its start"
         if is_start(node):
-            seen.add(node)
-            assert sum(is_wait(user) for user in node.users) == 1
+            results = [node] if is_plain_form(node) else list(node.users)
+            seen |= set(results)
+            assert all(sum(is_wait(user) for user in r.users) == 1 for r in results)
 
 
 @stable(25)
@@ -185,6 +188,61 @@ def test_a_tight_limit_is_kept_or_refused(
     assert outcome is not None
     if read_graph(gm.graph, prices).program.collectives:
         assert outcome.after.peak_bytes <= limit_bytes
+
+
+LAUNCHES_PAY = TestPrices(latency_us=50, bytes_per_us=1e4, copy_bytes_per_us=5, member_us=0.1)
+TRAINING = st.builds(
+    lambda rows, group, cast, gradient, share, backward, late: Recipe(
+        tuple(
+            Parameter(r, group, torch.float32, cast, share, False, False, gradient, False)
+            for r in rows
+        ),
+        tuple((kind, i) for kind in ("use", "grad") for i in range(len(rows))),
+        backward,
+        late,
+    ),
+    st.lists(st.sampled_from([4, 5, 8]), min_size=2, max_size=4),
+    st.sampled_from(["pg0", "pg1"]),
+    st.booleans(),
+    st.sampled_from(["sum", "avg", "cast"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+"""Parameters of one kind, all used and all with a gradient, so that there are buckets."""
+
+
+@stable(25)
+@given(TRAINING, st.sampled_from(["auto", "greedy", ["*"]]), st.sampled_from([1.3, 1.6, math.inf]))
+def test_coalesced_buckets_hold_like_any_other(recipe: Recipe, wrap: Wrap, room: float) -> None:
+    """Same values, same plan on all ranks, as predicted, not below the bound, changed once."""
+    graphs = [build(recipe, rank) for rank in range(NUM_RANKS)]
+    inputs = [make_inputs(gm, rank) for rank, gm in enumerate(graphs)]
+    expected = run_on_ranks(graphs, inputs, GROUPS)
+    program = read_graph(graphs[0].graph, LAUNCHES_PAY).program
+    limit = simulate(program.schedule).peak_bytes * room
+    outcomes = [overlap(gm, LAUNCHES_PAY, wrap, limit) for gm in graphs]
+    got = run_on_ranks(graphs, inputs, GROUPS)
+    for theirs, ours in zip(expected, got, strict=True):
+        assert all(torch.equal(want, have) for want, have in zip(theirs, ours, strict=True))
+    assert len({outcome.plan.digest for outcome in outcomes if outcome is not None}) == 1
+    outcome = outcomes[0]
+    assert outcome is not None
+    if room == math.inf and wrap == ["*"]:
+        assert any(bucket.form == "coalesced" for bucket in outcome.plan.buckets)
+    if outcome.plan.changes_nothing:
+        return
+    assert_one_wait_each(graphs[0].graph)
+    planned = bucket_program(program, outcome.plan.buckets).with_order(outcome.plan.order).schedule
+    planned.validate()
+    outcome.schedule_after.validate()
+    assert simulate(planned).step_us == pytest.approx(outcome.after.step_us, rel=0.1)
+    assert outcome.after.step_us >= outcome.bound.step_us * (1 - 1e-9)
+    assert outcome.after.peak_bytes == replayed_peak_bytes(outcome.schedule_after)
+    assert outcome.after.peak_bytes <= outcome.memory_limit_bytes
+    after = fingerprint(graphs[0].graph)
+    assert overlap(graphs[0], LAUNCHES_PAY, wrap, limit) is not None
+    assert fingerprint(graphs[0].graph) == after
 
 
 _PARAMETER = Parameter(7, "pg0", torch.bfloat16, True, False, False, False, "sum", False)

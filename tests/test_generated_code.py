@@ -44,7 +44,8 @@ def calls(code: str) -> list[str]:
         if statement.startswith(("#", "assert_")):
             continue
         if match := re.search(r"_c10d_functional\.(\w+)\.default\(", statement):
-            words.append(_SHORT.get(match.group(1), match.group(1)))
+            op = match.group(1).removesuffix("_coalesced")
+            words.append(_SHORT.get(op, op))
         elif match := re.match(r"(cpp_fused\w*|graph_\w+)\(", statement):
             words.append(match.group(1))
         elif "extern_kernels." in statement or "torch.ops.aten" in statement:
@@ -71,6 +72,12 @@ def is_packing(word: str) -> bool:
     return re.fullmatch(r"cpp_fused_(\w+_)?cat_\w+|cpp_fused_clone_\d+", word) is not None
 
 
+def tensors(code: str, start: str) -> list[str]:
+    """What is waited for after ``start``: itself, or the items of a coalesced one."""
+    items = re.findall(rf"^\s*(\w+) = {start}\[\d+\]", code, re.MULTILINE)
+    return items or [start]
+
+
 def waited_at_once(code: str) -> list[bool]:
     """Per reduce-scatter: whether it is waited for before the next kernel runs."""
     lines = [
@@ -84,9 +91,8 @@ def waited_at_once(code: str) -> list[bool]:
         if match is None:
             continue
         rest = lines[index + 1 :]
-        wait = next(
-            i for i, later in enumerate(rest) if f"wait_tensor.default({match[1]})" in later
-        )
+        first = tensors(code, match[1])[0]
+        wait = next(i for i, later in enumerate(rest) if f"wait_tensor.default({first})" in later)
         verdicts.append(not any("_c10d_functional" not in later for later in rest[:wait]))
     return verdicts
 
@@ -153,7 +159,8 @@ def test_fusion_is_not_hindered(overlapped: dict[str, Any], only_resharded: dict
 
 def test_every_start_is_waited_for_once(overlapped: dict[str, Any]) -> None:
     for code in overlapped["codes"]:
-        started = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.(?!wait)\w+\.default", code)
+        starts = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.(?!wait)\w+\.default", code)
+        started = [tensor for start in starts for tensor in tensors(code, start)]
         waited = re.findall(r"wait_tensor\.default\((\w+)\)", code)
         assert sorted(started) == sorted(waited)
         assert len(set(started)) == len(started) > 0
@@ -169,15 +176,16 @@ def test_buffers_are_not_reused_in_flight(overlapped: dict[str, Any]) -> None:
             )
             if match is None:
                 continue
-            source = re.findall(r"\b(?:buf|primals_|tangents_)\d+", match[2])[0]
-            wait = next(
-                i
-                for i in range(index, len(lines))
-                if f"wait_tensor.default({match[1]})" in lines[i]
-            )
-            between = "\n".join(lines[index + 1 : wait])
-            for name in (match[1], source):
-                assert not re.search(rf"\bdel {name}\b", between), (name, line)
+            sources = re.findall(r"\b(?:buf|primals_|tangents_)\d+", match[2])
+            for result, source in zip(tensors(code, match[1]), sources, strict=True):
+                wait = next(
+                    i
+                    for i in range(index, len(lines))
+                    if f"wait_tensor.default({result})" in lines[i]
+                )
+                between = "\n".join(lines[index + 1 : wait])
+                for name in (result, source):
+                    assert not re.search(rf"\bdel {name}\b", between), (name, line)
 
 
 def test_a_second_process_hits_the_cache(cache_dir: Path, overlapped: dict[str, Any]) -> None:

@@ -33,6 +33,9 @@ pytestmark = pytest.mark.quick
 SLOW_START = TestPrices(latency_us=8.0, bytes_per_us=256.0, copy_bytes_per_us=1024.0)
 """Latency dominates: 8 us and 1 us for each 256 bytes, so that buckets pay."""
 
+SLOW_COPY = TestPrices(latency_us=8.0, bytes_per_us=256.0, copy_bytes_per_us=128.0, member_us=0.5)
+"""The same, but copies are slow, and a second collective in one launch takes half a microsecond."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -95,6 +98,16 @@ def hybrid_shard() -> fx.GraphModule:
         scattered = b.wait(b.stamp(b.scatter_start(x, "shard"), shard))
         grads.append(b.wait(b.stamp(b.reduce_start(scattered, "replicate"), shard)))
     return b.output(b.mm(x, x), *grads)
+
+
+def coalesced_bucket() -> fx.GraphModule:
+    """A grouped launch costs little, copies a lot: gathers are launched together, not packed."""
+    return block_bucket()
+
+
+def coalesced_hybrid_shard() -> fx.GraphModule:
+    """HSDP of coalesced buckets: what was scattered together is all-reduced together."""
+    return hybrid_shard()
 
 
 def two_groups() -> fx.GraphModule:
@@ -209,6 +222,8 @@ CASES = {
     "bucketing/gradient_bucket": Case(gradient_bucket, ["layers.*"], SLOW_START),
     "bucketing/uneven_cast": Case(uneven_cast, ["layers.*"], SLOW_START),
     "bucketing/hybrid_shard": Case(hybrid_shard, ["layers.*"], SLOW_START),
+    "bucketing/coalesced_bucket": Case(coalesced_bucket, ["layers.*"], SLOW_COPY),
+    "bucketing/coalesced_hybrid_shard": Case(coalesced_hybrid_shard, ["layers.*"], SLOW_COPY),
     "bucketing/two_groups": Case(two_groups, ["layers.*"], SLOW_START),
     "bucketing/two_dtypes": Case(two_dtypes, ["layers.*"], SLOW_START),
     "bucketing/symbolic_sizes": Case(symbolic_sizes, "auto", SLOW_START),

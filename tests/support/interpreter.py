@@ -3,7 +3,8 @@
 Each rank has its own graph (they may differ in pads) and its own inputs. A rank runs until it
 waits for a collective that not all members of its group have started; then the next rank runs.
 The k-th collective that a rank starts on a group meets the k-th of the group's other ranks, as in
-NCCL. Reductions add in rank order, so results do not depend on how collectives are merged.
+NCCL; a coalesced one counts as one for each tensor. Reductions add in rank order, so results do not
+depend on how collectives are merged.
 
 Refused (`CollectiveError`): ranks whose collectives do not match, a deadlock, a second or a
 missing wait, and an input that was written while its collective was in flight.
@@ -104,7 +105,10 @@ def _execute(
         elif node.op == "output":
             rank.outputs = fx.map_arg(node.args[0], env.__getitem__)
         elif is_start(node):
-            env[node] = _post(node, env, rank)
+            sent = fx.map_arg(node.args[0], env.__getitem__)
+            is_list = isinstance(sent, list | tuple)
+            posted = [_post(node, tensor, rank) for tensor in (sent if is_list else [sent])]
+            env[node] = posted if is_list else posted[0]
         elif is_wait(node):
             posted = env[node.args[0]]
             while (result := _result(posted, index, ranks, groups)) is None:
@@ -124,9 +128,8 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def _post(node: fx.Node, env: dict[fx.Node, Any], rank: _Rank) -> _Posted:
+def _post(node: fx.Node, value: Tensor, rank: _Rank) -> _Posted:
     given = arguments(node)
-    value = env[node.args[0]]  # pyright: ignore[reportArgumentType]
     group = str(given["group_name"])
     kind = collective_kind(node)
     rest = tuple(str(given.get(name, "")) for name in ("reduce_op", "output_split_sizes"))
