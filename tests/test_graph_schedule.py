@@ -8,6 +8,7 @@ from support.graphs import (
     GraphBuilder,
     TestPrices,
     aten,
+    named,
     order,
     peer_send,
     scale_,
@@ -16,6 +17,8 @@ from support.graphs import (
 
 from inductor_overlap.cost_model.schedule import Task
 from inductor_overlap.cost_model.simulate import simulate
+from inductor_overlap.passes.bucketing import merge_bucket
+from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.graph_schedule import read_graph, write_order
 
 pytestmark = pytest.mark.quick
@@ -47,6 +50,25 @@ def test_the_wire_time_is_the_share_of_all_bytes_of_the_key() -> None:
     start = tasks["all_gather_into_tensor_default"]
     assert start.duration_us == 6.0
     assert 4.0 <= start.wire_us <= 5.0
+
+
+def test_a_coalesced_bucket_is_one_start_and_one_wait() -> None:
+    """Two gathers of 256 bytes in one launch: 2 + 0.5 + 512 / 64; its second wait takes no time."""
+    gm = two_linear_layers(GraphBuilder())
+    merged = merge_bucket("b", find_collectives(gm.graph), form="coalesced")
+    for node in (merged.start, *merged.items, *merged.wait):
+        named(gm.graph, "mm_default").prepend(node)
+    source = read_graph(gm.graph, TestPrices(member_us=0.5))
+    assert source.nodes["b"][0].name == "b" and len(source.nodes["b"]) == 3  # and its items
+    (bucket,) = source.program.collectives
+    tasks = source.program.schedule.by_name
+    start, first = tasks["b"], tasks[bucket.wait]
+    assert (start.kind, start.duration_us, start.writes) == ("start", 10.5, ("b.0", "b.1"))
+    assert start.wire_us == pytest.approx(8.0) and start.latency_us == pytest.approx(2.0)
+    assert first.kind == "wait" and first.collective == "b"
+    (second,) = [t for t in tasks.values() if t.name.startswith("wait") and t is not first]
+    assert (second.kind, second.duration_us, second.reads) == ("compute", 0.0, ("b.1",))
+    assert second.deps == ("b", first.name) and second.name in source.program.movable
 
 
 def test_a_shard_is_prepared_by_one_task_priced_by_padded_shape() -> None:
