@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
-from inductor_overlap.passes.fx_ops import arguments, payload
+from inductor_overlap.passes.fx_ops import arguments, payload, payload_name
 
 aten = torch.ops.aten
 
@@ -83,9 +83,8 @@ class BucketNodes:
         like = self.members[0].start
         args, kwargs = (payload, *like.args[1:]), dict(like.kwargs)
         if not like.args:
-            first = target._schema.arguments[0].name  # pyright: ignore[reportPrivateUsage]
-            args, kwargs = (), {**kwargs, first: payload}
-            kwargs.pop("input" if first != "input" else "")
+            del kwargs[payload_name(like.target)]
+            args, kwargs = (), {**kwargs, payload_name(target): payload}
         start = self.add(target, args, value_of, kwargs=kwargs, name=self.name)
         start.meta[_MEMBERS] = tuple(member.name for member in self.members)
         return start

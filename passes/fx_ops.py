@@ -95,12 +95,16 @@ def payload(start: fx.Node) -> list[fx.Node]:
 
     They are the first argument of its schema: one tensor, or a list in the coalesced forms.
     """
-    op = overload(start)
-    if op is None:
+    if overload(start) is None:
         return []
-    value = arguments(start).get(op._schema.arguments[0].name)
+    value = arguments(start).get(payload_name(start.target))
     values = cast("Sequence[object]", value if isinstance(value, (list, tuple)) else (value,))
     return [item for item in values if isinstance(item, fx.Node)]
+
+
+def payload_name(collective: Any) -> str:
+    """Name of the argument of an op that a collective sends: "input", "inputs"."""
+    return collective._schema.arguments[0].name
 
 
 def is_barrier(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import inductor_overlap as io
 from inductor_overlap.optimize import device_type
+from inductor_overlap.passes.bucketing import merge_bucket
 from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.fx_ops import is_barrier
 
@@ -49,6 +50,13 @@ def test_collectives_by_keyword_are_recognised_and_merged() -> None:
     start = next(node for node in gm.graph.nodes if node.name == "all_gather_bucket_0")
     assert start.args == ()
     assert start.kwargs["input"].name == "cat_default"
+
+
+def test_coalesced_buckets_of_collectives_by_keyword_are_called_by_keyword() -> None:
+    gm = layers_gathered_by(GraphBuilder(), group_name="pg0", group_size=4)
+    merged = merge_bucket("b", find_collectives(gm.graph), form="coalesced")
+    assert merged.start.args == ()
+    assert merged.start.kwargs.keys() == {"inputs", "group_name", "group_size"}
 
 
 def test_a_scatter_by_keyword_has_the_size_of_its_input() -> None:
