@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inductor_overlap.cost_model.cluster import Cluster
+from inductor_overlap.cost_model.compute_time import dtype_name
 
 DATA = Path(__file__).parent / "data"
 TRAY_GPUS = ("gh200", "gb200", "gb300")
@@ -152,7 +153,7 @@ def read_attentions() -> list[AttentionPoint]:
             AttentionPoint(
                 row["source"],
                 ATTENTION_GPUS[row["gpu"]],
-                "fp8" if "fp8" in row["dtype"] else "bf16",
+                dtype_name(row["dtype"]),
                 row["pass"] == "bwd",
                 row["causal"] == "True",
                 (batch, heads, kv_heads, queries, keys, dim),

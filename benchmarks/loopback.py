@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ctrl-C too: a shell starts background jobs with it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _exit)
     try:
         measured = run(arguments)
     except NetworkError as error:

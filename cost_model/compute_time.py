@@ -55,11 +55,11 @@ _ALIASES: Final[dict[str, str]] = {
     "float8": "fp8",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
-    "mxfp8": "fp8",
     "int8": "fp8",
 }
 ITEM_BYTES: Final[dict[str, int]] = {
     "fp8": 1,
+    "mxfp8": 1,
     "bf16": 2,
     "fp16": 2,
     "tf32": 4,
@@ -97,8 +97,14 @@ class ComputeConstants:
         sustained_slowdown: how much longer a matmul takes at sustained clocks, as a share.
         attention_efficiency: share of the peak that fused attention reaches, forward.
         attention_backward_efficiency: the same, backward.
-        attention_fp8_share: share of its bf16 efficiency that fp8 attention keeps, forward.
+        attention_fp8_share: share of its bf16 efficiency that the matrix units keep in fp8
+            attention, forward.
         attention_backward_fp8_share: the same, backward.
+        attention_fp8_softmax: what exponentials and conversions of a pair take beside the matrix
+            units in fp8, in multiply-adds of these, forward.
+        attention_backward_fp8_softmax: the same, backward.
+        attention_mxfp8_share: share of the rate of fp8 attention that block-scaled mxfp8 reaches.
+        attention_backward_mxfp8_share: the same, backward.
         attention_prologue: start of a block of attention, in keys, forward.
         attention_backward_prologue: the same, backward.
         attention_us: shortest time of an attention kernel, forward; twice that backward.
@@ -123,6 +129,10 @@ class ComputeConstants:
     attention_backward_efficiency: float
     attention_fp8_share: float
     attention_backward_fp8_share: float
+    attention_fp8_softmax: float
+    attention_backward_fp8_softmax: float
+    attention_mxfp8_share: float
+    attention_backward_mxfp8_share: float
     attention_prologue: float
     attention_backward_prologue: float
     attention_us: float
@@ -134,11 +144,16 @@ class ComputeConstants:
 
     def sm_flop_per_us(self, dtype: str) -> float:
         """Dense peak of one SM in a format, in FLOP per microsecond."""
-        return getattr(self, f"{dtype}_tflop_per_s") * 1e6 / self.num_sms
+        return getattr(self, f"{peak_format(dtype)}_tflop_per_s") * 1e6 / self.num_sms
+
+
+def peak_format(dtype: str) -> str:
+    """The format whose peak a dtype has: block-scaled "mxfp8" that of "fp8"."""
+    return dtype.removeprefix("mx")
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """One of ``ITEM_BYTES``: "bf16", "fp16", "fp8", "tf32", "fp32", "fp64".
+    """One of ``ITEM_BYTES``: "bf16", "fp16", "fp8", "mxfp8", "tf32", "fp32", "fp64".
 
     Raises:
         ValueError: a dtype no matrix unit multiplies.
@@ -175,7 +190,8 @@ def matmul_us(
     _check_sizes("a matmul", batch=batch, m=m, n=n, k=k)
     if min(batch, m, n, k) == 0:
         return 0.0
-    share = constants.fp8_efficiency if dtype == "fp8" else constants.matmul_efficiency
+    is_fp8 = peak_format(dtype) == "fp8"
+    share = constants.fp8_efficiency if is_fp8 else constants.matmul_efficiency
     rate = constants.sm_flop_per_us(dtype) * share
     steps = 2.0 * (k + constants.prologue_k) / rate
     compute_us = min(
@@ -219,18 +235,16 @@ def attention_flops(
     rows = min(seq_q, seq_kv)
     keys = seq_kv - rows / 2.0 if causal else float(seq_kv)
     queries = float(rows if causal else seq_q)
-    return batch * q_heads * queries * keys * _pair_flops(head_dim, head_dim_v, backward)
+    return 2.0 * batch * q_heads * queries * keys * _pair_dims(head_dim, head_dim_v, backward)
 
 
-def _pair_flops(head_dim: int, head_dim_v: int, backward: bool) -> float:
-    """FLOPs of one query-key pair.
+def _pair_dims(head_dim: int, head_dim_v: int, backward: bool) -> int:
+    """Multiply-adds of one query-key pair.
 
     Forward: Q K^T and P V. Backward: Q K^T again, dS K and dS^T Q over ``head_dim``; dO V^T and
     P^T dO over ``head_dim_v``.
     """
-    if backward:
-        return 2.0 * (3 * head_dim + 2 * head_dim_v)
-    return 2.0 * (head_dim + head_dim_v)
+    return 3 * head_dim + 2 * head_dim_v if backward else head_dim + head_dim_v
 
 
 def attention_us(
@@ -271,29 +285,44 @@ def attention_us(
     keys = seq_kv - rows / 2.0 + ATTENTION_BLOCK / 2.0 if causal else float(seq_kv)
     keys += constants.attention_backward_prologue if backward else constants.attention_prologue
     blocks = float(batch * q_heads * math.ceil(rows / ATTENTION_BLOCK))
-    block_us = ATTENTION_BLOCK * keys * _pair_flops(head_dim, head_dim_v, backward)
-    block_us /= _attention_rate(dtype, backward, flash2, constants)
+    share, softmax_dims = _attention_share(dtype, backward, flash2, constants)
+    pair_flops = 2.0 * (_pair_dims(head_dim, head_dim_v, backward) + softmax_dims)
+    block_us = ATTENTION_BLOCK * keys * pair_flops / (constants.sm_flop_per_us(dtype) * share)
     compute_us = _waves(blocks, constants, ATTENTION_WAVE_SHARE) * block_us
     moved = batch * (q_heads * seq_q + kv_heads * seq_kv) * (head_dim + head_dim_v)
     # Backward reads what forward read and wrote, and writes as much in gradients.
     passes = 2 if backward else 1
     transfer_us = _transfer_us(passes * moved * ITEM_BYTES[dtype], constants)
-    return max(compute_us, transfer_us) + passes * constants.attention_us
+    summed = 0
+    if backward and kv_heads < q_heads:
+        # Gradients of K and V are written for each query head, then read and summed over a group.
+        item_bytes = 4 if peak_format(dtype) == "fp8" else ITEM_BYTES[dtype]
+        summed = 2 * batch * q_heads * seq_kv * (head_dim + head_dim_v) * item_bytes
+    busy_us = max(compute_us, transfer_us) + _transfer_us(summed, constants)
+    return busy_us + passes * constants.attention_us
 
 
-def _attention_rate(dtype: str, backward: bool, flash2: bool, constants: ComputeConstants) -> float:
-    """FLOP per microsecond that one SM sustains in fused attention."""
+
+
+def _attention_share(
+    dtype: str, backward: bool, flash2: bool, constants: ComputeConstants
+) -> tuple[float, float]:
+    """The share of the peak that fused attention reaches, and what softmax adds to a pair's dims.
+
+    At bf16 rates the softmax hides behind the matrix units and is part of their share.
+    """
+    c = constants
     if backward:
-        share = constants.attention_backward_efficiency
-        flash2_share = constants.flash2_backward_efficiency
-        fp8_share = constants.attention_backward_fp8_share
+        share = c.flash2_backward_efficiency if flash2 else c.attention_backward_efficiency
+        fp8_share, softmax_dims = c.attention_backward_fp8_share, c.attention_backward_fp8_softmax
+        scaled_share = c.attention_backward_mxfp8_share
     else:
-        share = constants.attention_efficiency
-        flash2_share = constants.flash2_efficiency
-        fp8_share = constants.attention_fp8_share
-    share = flash2_share if flash2 else share
-    share *= fp8_share if dtype == "fp8" else 1.0
-    return constants.sm_flop_per_us(dtype) * share
+        share = c.flash2_efficiency if flash2 else c.attention_efficiency
+        fp8_share, softmax_dims = c.attention_fp8_share, c.attention_fp8_softmax
+        scaled_share = c.attention_mxfp8_share
+    if peak_format(dtype) != "fp8":
+        return share, 0.0
+    return share * fp8_share * (scaled_share if dtype == "mxfp8" else 1.0), softmax_dims
 
 
 def memory_us(size_bytes: float, constants: ComputeConstants) -> float:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import check_collective
-from inductor_overlap.cost_model.compute_time import dtype_name
+from inductor_overlap.cost_model.compute_time import dtype_name, peak_format
 
 LOCAL_CONSTANTS = (
     "base_us",
@@ -133,7 +133,7 @@ class MatmulMeasurement:
         return "matmul"
 
     def constants(self, cluster: Cluster) -> tuple[str, ...]:
-        name = dtype_name(self.dtype)
+        name = peak_format(dtype_name(self.dtype))
         if cluster.gpu == "cpu":
             return (f"{name}_tflop_per_s", "kernel_us")
         return ("fp8_efficiency",) if name == "fp8" else ("matmul_efficiency",)

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Ending by SystemExit, not by the signal, lets the demo end its ranks first.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _exit)
     run = _demo if arguments.command == "demo" else _calibrate
     console = Console()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,10 @@ PLAIN = ComputeConstants(
     attention_backward_efficiency=0.25,
     attention_fp8_share=1,
     attention_backward_fp8_share=1,
+    attention_fp8_softmax=0,
+    attention_backward_fp8_softmax=256,
+    attention_mxfp8_share=0.5,
+    attention_backward_mxfp8_share=0.25,
     attention_prologue=0,
     attention_backward_prologue=0,
     attention_us=0,
@@ -110,6 +115,31 @@ def test_flash_attention_2_has_its_own_rates() -> None:
     assert slower == 2 * backward
 
 
+def test_fp8_attention_does_not_hide_its_softmax() -> None:
+    # Head dims 64 and 64: 320 multiply-adds a pair backward, and 256 more, at twice the peak.
+    slow = _attention(batch=1, heads=100, queries=128, keys=1000, backward=True)
+    fast = _attention(batch=1, heads=100, queries=128, keys=1000, backward=True, dtype="fp8")
+    assert fast / slow == pytest.approx((320 + 256) / 320 / 2)
+    scaled = _attention(batch=1, heads=100, queries=128, keys=1000, backward=True, dtype="mxfp8")
+    assert scaled == 4 * fast
+    forward = [
+        _attention(batch=1, heads=100, queries=128, keys=1000, dtype=dtype)
+        for dtype in ("bf16", "fp8", "mxfp8")
+    ]
+    assert forward[0] == 2 * forward[1] == forward[2]
+
+
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("bf16", 2), ("fp8", 4)])
+def test_gradients_of_shared_keys_are_summed_over_their_query_heads(
+    dtype: str, item_bytes: int
+) -> None:
+    shape: dict[str, Any] = dict(batch=1, heads=100, queries=128, keys=1000, backward=True)
+    own = _attention(**shape, dtype=dtype)
+    shared = _attention(**shape, dtype=dtype, kv_heads=10)
+    # Two gradients of dim 64 for each of 100 heads and 1000 keys, written and read at 800 GB/s.
+    assert shared - own == pytest.approx(2 * 100 * 1000 * (64 + 64) * item_bytes / 0.8e6)
+
+
 def test_attention_flops_agree_with_torch() -> None:
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
@@ -151,7 +181,7 @@ def test_published_matmuls_are_met(
 @settings(max_examples=150, deadline=None)
 @given(
     gpu=st.sampled_from(Cluster.gpus()),
-    dtype=st.sampled_from(["bf16", "fp16", "fp8", "tf32", "fp32", "fp64"]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp8", "mxfp8", "tf32", "fp32", "fp64"]),
     shape=st.tuples(*[st.integers(0, 200_000)] * 3),
 )
 def test_every_matmul_has_a_finite_time(gpu: str, dtype: str, shape: tuple[int, int, int]) -> None:
@@ -194,16 +224,18 @@ def _attention(
     causal: bool = False,
     backward: bool = False,
     flash2: bool = False,
+    dtype: str = "bf16",
+    kv_heads: int | None = None,
 ) -> float:
     return attention_us(
         batch,
         heads,
-        heads,
+        heads if kv_heads is None else kv_heads,
         queries,
         keys,
         64,
         64,
-        "bf16",
+        dtype,
         causal=causal,
         backward=backward,
         constants=PLAIN,

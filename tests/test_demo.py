@@ -143,12 +143,20 @@ def test_the_traceback_of_a_rank_is_in_the_error() -> None:
         run_ranks(settings, lambda stage, share: None)
 
 
-def start_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+def start_demo(
+    folder: Path, *arguments: str, on_hangup: signal.Handlers = signal.SIG_DFL, **environment: str
+) -> subprocess.Popen[str]:
     """The command in a process of its own; `processes_of` finds what it starts."""
+
+    def set_signals() -> None:
+        signal.signal(signal.SIGHUP, on_hangup)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "inductor_overlap.cli", "demo", *arguments],
         env={**os.environ, "TMPDIR": str(folder), MARK: folder.name, **environment},
         cwd=folder,
+        preexec_fn=set_signals,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,6 +220,17 @@ def test_an_interrupt_leaves_nothing_behind(
     demo.send_signal(number)
     demo.communicate(timeout=60)
     assert demo.returncode == exit_code
+    assert_nothing_left(folder)
+
+
+@pytest.mark.gloo
+def test_nohup_is_respected(folder: Path) -> None:
+    demo = start_demo(folder, on_hangup=signal.SIG_IGN)
+    wait_for_ranks(demo)
+    demo.send_signal(signal.SIGHUP)
+    demo.terminate()
+    demo.communicate(timeout=60)
+    assert demo.returncode == 128 + signal.SIGTERM
     assert_nothing_left(folder)
 
 
