@@ -20,7 +20,6 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
-from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure import calibrate_live
 from inductor_overlap.cost_model.measure_collectives import BUDGET_S, measure_collectives
@@ -37,10 +36,9 @@ def main() -> None:
     torch.set_num_threads(1)
     _keep_memory()
     dist.init_process_group("gloo")
-    in_flight = Cluster.detect().queue_width
-    before = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, in_flight=in_flight)
+    before = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2)
     cluster = calibrate_live()
-    after = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, in_flight=in_flight)
+    after = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2)
     unseen = [
         replace(a, time_us=(a.time_us + b.time_us) / 2) for a, b in zip(before, after, strict=True)
     ]

@@ -42,6 +42,9 @@ class LinkPrices:
         on_the_wire = rounds * size_bytes * (len(ranks) - 1) / len(ranks)
         return self.latency_us + on_the_wire / (self.gb_per_s * 1e3)
 
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return self.collective_us(kind, size_bytes, ranks)
+
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         """Nothing is known of grouped launches on a link that is only a bandwidth and a latency."""
         return sum(self.collective_us(kind, size_bytes, ranks) for size_bytes in sizes_bytes)

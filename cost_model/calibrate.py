@@ -128,17 +128,25 @@ def _errors(cluster: Cluster, measured: Sequence[Measurement]) -> tuple[tuple[st
 
 def _curves(measured: Sequence[CollectiveMeasurement]) -> tuple[Curve, ...]:
     """Per kind and placement the median time of each size, without noise."""
-    times: dict[tuple[str, int, int], dict[int, list[float]]] = defaultdict(
+    found: dict[tuple[str, int, int], dict[int, list[CollectiveMeasurement]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for m in measured:
-        times[m.kind, m.num_nodes, m.ranks_per_node][m.size_bytes].append(m.time_us)
+        found[m.kind, m.num_nodes, m.ranks_per_node][m.size_bytes].append(m)
     curves: list[Curve] = []
-    for placement, by_size in sorted(times.items()):
+    for placement, by_size in sorted(found.items()):
         sizes = sorted(by_size)
-        smooth_us = _smooth(sizes, [median(by_size[size]) for size in sizes])
-        curves.append(Curve(*placement, tuple(sizes), smooth_us))
+        alone_us = _smooth(sizes, [median(m.time_us for m in by_size[size]) for size in sizes])
+        busy_us: tuple[float, ...] = ()
+        if any(m.link_us is not None for each in by_size.values() for m in each):
+            busy_us = _smooth(sizes, [median(map(_link_us, by_size[size])) for size in sizes])
+            busy_us = tuple(map(min, busy_us, alone_us))
+        curves.append(Curve(*placement, tuple(sizes), alone_us, busy_us))
     return tuple(curves)
+
+
+def _link_us(measured: CollectiveMeasurement) -> float:
+    return measured.time_us if measured.link_us is None else measured.link_us
 
 
 def _smooth(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:

@@ -206,6 +206,20 @@ class Cluster:
             return curve.time_us(size_bytes, self._formula_us)
         return self._formula_us(kind, size_bytes, num_nodes, ranks_per_node)
 
+    def link_us(
+        self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
+    ) -> float:
+        """For how long (us) the same collective keeps its link busy; at most `collective_us`.
+
+        Less where a calibration has found that several in flight use the link better than one.
+        """
+        whole_us = self.collective_us(
+            kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
+        )
+        curve = self._link_curves.get((kind, num_nodes, ranks_per_node))
+        busy_us = math.inf if curve is None else curve.time_us(size_bytes, self._formula_us)
+        return min(whole_us, busy_us)
+
     def coalesced_us(
         self, kind: str, sizes_bytes: Iterable[int], *, num_nodes: int, ranks_per_node: int
     ) -> float:
@@ -363,6 +377,10 @@ class Cluster:
     @cached_property
     def _curves(self) -> dict[tuple[str, int, int], Curve]:
         return {(c.kind, c.num_nodes, c.ranks_per_node): c for c in self.curves}
+
+    @cached_property
+    def _link_curves(self) -> dict[tuple[str, int, int], Curve]:
+        return {key: curve.of_link() for key, curve in self._curves.items() if curve.link_us}
 
     @cached_property
     def _profiled(self) -> dict[str, float]:

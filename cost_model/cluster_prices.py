@@ -69,6 +69,14 @@ class ClusterCostModel:
             kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
         )
 
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        if kind not in COLLECTIVE_KINDS:
+            return self.collective_us(kind, size_bytes, ranks)
+        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
+        return self.cluster.link_us(
+            kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
+        )
+
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
         return self.cluster.coalesced_us(

@@ -302,8 +302,6 @@ def attention_us(
     return busy_us + passes * constants.attention_us
 
 
-
-
 def _attention_share(
     dtype: str, backward: bool, flash2: bool, constants: ComputeConstants
 ) -> tuple[float, float]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import gt
 
 from inductor_overlap.cost_model.collective_time import check_collective
 
@@ -23,13 +24,20 @@ Formula = Callable[[str, float, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Times (us) of ``kind`` on ``num_nodes`` x ``ranks_per_node`` ranks at some sizes (bytes)."""
+    """Times (us) of ``kind`` on ``num_nodes`` x ``ranks_per_node`` ranks at some sizes (bytes).
+
+    Attributes:
+        times_us: of one that is in flight alone.
+        link_us: for how long each keeps its link busy where others follow without a pause: a queue
+            that runs several at once may use a link better than one does. Empty: all of its time.
+    """
 
     kind: str
     num_nodes: int
     ranks_per_node: int
     sizes_bytes: tuple[int, ...]
     times_us: tuple[float, ...]
+    link_us: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_collective(self.kind, self.num_nodes, self.ranks_per_node)
@@ -45,6 +53,20 @@ class Curve:
                 f"must be positive and rise, times must be positive and not fall; got {sizes}, "
                 f"{times}"
             )
+        link = self.link_us
+        if link and (len(link) != len(times) or any(map(gt, link, times))):
+            raise ValueError(
+                f"curve of {self.kind}: link_us needs one time for each size, at most that of "
+                f"times_us; got {link} beside {times}"
+            )
+
+    def of_link(self) -> Curve:
+        """The curve of ``link_us``.
+
+        Raises:
+            ValueError: ``link_us`` falls or is not positive.
+        """
+        return replace(self, times_us=self.link_us or self.times_us, link_us=())
 
     def time_us(self, size_bytes: float, formula: Formula) -> float:
         """Time (us) at any size; never falls as ``size_bytes`` grows."""

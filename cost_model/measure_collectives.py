@@ -1,11 +1,12 @@
 """Time collectives on the running process group, as a training step sees them.
 
 What is timed is what compiled graphs run: functional collectives and their wait, output and all. A
-sample is a stream of them, with as many in flight as the group's queue runs at once; its time is
-that of the slowest rank, for each collective. So bytes are timed at the rate that the network
-sustains: a rate limit lets what an idle time has saved up pass in a burst, which in a step is spent
-at once. To leave none, a sample begins with collectives that are not timed, and a round goes from
-large sizes to small ones without a pause. A round visits every case once, so that a disturbance
+sample is a stream of them, one after the other, or with as many in flight as the group's queue runs
+at once, which may use the link better than one does (gloo's all-gathers: by half). Its time is that
+of the slowest rank, for each collective. So bytes are timed at the rate that the network sustains:
+a rate limit lets what an idle time has saved up pass in a burst, which in a step is spent at once.
+To leave none, a sample begins with collectives that are not timed, and a round goes from large
+sizes to small ones without a pause. A round visits every case once, so that a disturbance
 does not fall on one case alone, and a case has the median of its samples. Sizes rise until the next
 would take too long, and slow cases are sampled less often, so the whole takes a bounded time on any
 network; where the sizes end the formulas continue.
@@ -55,7 +56,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(slots=True)
 class Case:
-    """One kind and size; its samples are agreed times (us) of one collective.
+    """One kind, size and number in flight; its samples are agreed times (us) of one collective.
 
     The first sample, which also warms buffers up, counts only where there is no other.
     """
@@ -115,7 +116,8 @@ def measure_collectives(
         budget_s: about how long it may take; the largest sizes are left out if one run of each
             takes longer.
         placement: nodes, and ranks on each; None: as `read_surroundings` finds them.
-        in_flight: collectives in flight at once: how many the group's queue runs (gloo 2, NCCL 1).
+        in_flight: how many collectives the group's queue runs at once (gloo 2, NCCL 1); if
+            several, each size is timed alone and in such a stream.
 
     Raises:
         ValueError: no process group of at least two ranks, a size that is too small to share, or
@@ -128,12 +130,20 @@ def measure_collectives(
     report = progress or _ignore
     on = torch.device(device)
     cases = _first_samples(sizes, kinds, in_flight, on, FIRST_SHARE * budget_s, report)
-    left_s = budget_s - 1e-6 * in_flight * sum(case.first_us for case in cases)
+    left_s = budget_s - 1e-6 * sum(case.in_flight * case.first_us for case in cases)
     _further_samples(cases, on, left_s / len(cases), report)
-    num_nodes, ranks_per_node = placement or _placement()
+    where = placement or _placement()
+    streams = {(c.kind, c.size_bytes): c.time_us for c in cases if c.in_flight > 1}
     return [
-        CollectiveMeasurement(case.kind, case.size_bytes, num_nodes, ranks_per_node, case.time_us)
+        CollectiveMeasurement(
+            case.kind,
+            case.size_bytes,
+            *where,
+            case.time_us,
+            streams.get((case.kind, case.size_bytes)),
+        )
         for case in cases
+        if case.in_flight == 1
     ]
 
 
@@ -170,7 +180,7 @@ def _first_samples(
     budget_s: float,
     progress: Progress,
 ) -> list[Case]:
-    """One collective in flight of each kind and size, up to sizes for which ``budget_s`` is short.
+    """One sample of each kind and size, up to sizes for which ``budget_s`` is short.
 
     A first collective of the least size, untimed, sets up connections.
     """
@@ -178,12 +188,15 @@ def _first_samples(
     for kind in kinds:
         _sample_us(kind, sizes[0], 0, 1, 1, device)
         left_us = 1e6 * budget_s / len(kinds)
-        for size in sizes:
-            first_us = _sample_us(kind, size, 0, in_flight, in_flight, device)
-            cases.append(Case(kind, size, in_flight, first_us))
-            progress("sizes", len(cases) / (len(sizes) * len(kinds)))
-            left_us -= in_flight * first_us
-            if left_us < 2 * in_flight * first_us:
+        for number, size in enumerate(sizes, 1):
+            spent_us = 0.0
+            for together in dict.fromkeys((1, in_flight)):
+                first_us = _sample_us(kind, size, 0, together, together, device)
+                cases.append(Case(kind, size, together, first_us))
+                spent_us += together * first_us
+            progress("sizes", (kinds.index(kind) + number / len(sizes)) / len(kinds))
+            left_us -= spent_us
+            if left_us < 2 * spent_us:
                 break
     return cases
 

@@ -66,17 +66,24 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMeasurement:
-    """One measured collective; sizes as nccl-tests counts them."""
+    """One measured collective; sizes as nccl-tests counts them.
+
+    ``link_us``: its time where as many are in flight as its queue runs at once, for each of them;
+    None: not measured.
+    """
 
     kind: str
     size_bytes: int
     num_nodes: int
     ranks_per_node: int
     time_us: float
+    link_us: float | None = None
 
     def __post_init__(self) -> None:
         check_collective(self.kind, self.num_nodes, self.ranks_per_node)
         _check_positive(self.kind, self.size_bytes, self.time_us)
+        if self.link_us is not None:
+            _check_positive(self.kind, self.size_bytes, self.link_us)
 
     @property
     def what(self) -> str:

@@ -41,7 +41,8 @@ class CostModel(Protocol):
     Optional members: ``uuid() -> str``, the model's identity for the compile cache (without it the
     cache is bypassed); ``copy_us(size_bytes) -> float``; ``machine(groups) -> Machine``;
     ``coalesced_us(kind, sizes_bytes, ranks) -> float``, the time of one launch of several
-    collectives, by default the sum of theirs.
+    collectives, by default the sum of theirs; ``link_us(kind, size_bytes, ranks) -> float``, for
+    how long a collective keeps its link busy, by default all of its time.
     """
 
     def compute_us(self, node: fx.Node) -> float:
@@ -63,6 +64,10 @@ class PricedCluster(Protocol):
 
     def compute_us(self, node: fx.Node) -> float: ...
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float: ...
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        """For how long (us) a collective keeps its link busy; at most its ``collective_us``."""
+        ...
+
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         """Time (us) of one launch of several collectives of one kind, group and dtype.
 
@@ -124,6 +129,13 @@ class _CheckedCostModel:
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         what = f"{kind} of {size_bytes} bytes among {len(ranks)} ranks"
         return self._checked("collective_us", what, kind, size_bytes, ranks)
+
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        whole_us = self.collective_us(kind, size_bytes, ranks)
+        if not hasattr(self.model, "link_us"):
+            return whole_us
+        what = f"the link of a {kind} of {size_bytes} bytes among {len(ranks)} ranks"
+        return min(whole_us, self._checked("link_us", what, kind, size_bytes, ranks))
 
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         if not hasattr(self.model, "coalesced_us"):

@@ -22,6 +22,7 @@ num_nodes = 2
 ranks_per_node = 8
 sizes_bytes = [1024, 1048576]
 times_us = [31.0, 90.2]
+link_us = [31.0, 70.5]    # may be left out: for how long each keeps the link from others
 ```
 
 Refused (``ValueError`` naming the file and the key): a file that is no TOML, unknown keys, values
@@ -47,7 +48,8 @@ _CLUSTER_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "share_links": bool,
     "contention": (int, float),
 }
-_CURVE_KEYS = ("kind", "num_nodes", "ranks_per_node", "sizes_bytes", "times_us")
+_CURVE_KEYS = ("kind", "num_nodes", "ranks_per_node", "sizes_bytes", "times_us", "link_us")
+_OPTIONAL_CURVE_KEYS = ("link_us",)
 
 
 def write_profile(cluster: Cluster, path: str | Path, origin: Mapping[str, str]) -> None:
@@ -63,7 +65,11 @@ def write_profile(cluster: Cluster, path: str | Path, origin: Mapping[str, str])
     lines += ["", "[errors]", *(f"{what} = {error:.3g}" for what, error in cluster.errors)]
     for curve in cluster.curves:
         lines += ["", "[[curve]]"]
-        lines += [f"{key} = {_toml(getattr(curve, key))}" for key in _CURVE_KEYS]
+        lines += [
+            f"{key} = {_toml(getattr(curve, key))}"
+            for key in _CURVE_KEYS
+            if getattr(curve, key) != ()
+        ]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -105,7 +111,8 @@ def _numbers(tables: Mapping[str, Any], section: str) -> tuple[tuple[str, float]
 
 def _curve(table: Mapping[str, Any]) -> Curve:
     _check_keys("key of [[curve]]", table, _CURVE_KEYS)
-    missing = [key for key in _CURVE_KEYS if key not in table]
+    needed = [key for key in _CURVE_KEYS if key not in _OPTIONAL_CURVE_KEYS]
+    missing = [key for key in needed if key not in table]
     if missing:
         raise ValueError(f"[[curve]] has no {', '.join(missing)}")
     return Curve(
@@ -114,6 +121,7 @@ def _curve(table: Mapping[str, Any]) -> Curve:
         ranks_per_node=int(table["ranks_per_node"]),
         sizes_bytes=tuple(int(size) for size in table["sizes_bytes"]),
         times_us=tuple(float(time) for time in table["times_us"]),
+        link_us=tuple(float(time) for time in table.get("link_us", ())),
     )
 
 

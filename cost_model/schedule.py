@@ -135,6 +135,14 @@ class Machine:
         """Host overhead (us) of every start."""
         return self.launch_us if self.collective_launch_us is None else self.collective_launch_us
 
+    def occupied_us(self, duration_us: float, wire_us: float) -> float:
+        """For how long (us) one of many collectives of a queue keeps the others from their link.
+
+        Of ``duration_us``, ``wire_us`` are bytes; the rest passes beside the bytes of others, of
+        which as many are in flight as the queue runs at once.
+        """
+        return max(wire_us, duration_us / self.queue_width)
+
     def link(self, queue: str) -> str:
         return self.links.get(queue, queue)
 

@@ -1,11 +1,13 @@
 """What of a collective's time is its bytes, and what of it a bucket can save only in part.
 
 The simulator lets collectives share a link for as long as their bytes take at the link's plateau,
-and the lower bound counts that for every byte. What is beside it, latency, a bucket has once.
-Measured prices are uneven: small sizes may pass in a burst, and noise makes one size cheaper than
-its neighbours. `BucketPrice` asks for the price of all sizes that buckets could have, and keeps two
-promises about each of them: it takes at least the plateau rate for its bytes, and beside that at
-least `latency_us` of each of its members. Only prices are asked; no number originates here.
+and the lower bound counts that for every byte. What is beside it, latency, a bucket has once. That
+rate is that of the link: one collective alone may not reach it, and what it takes longer counts as
+latency, during which others may use the link. Measured prices are uneven: small sizes may pass in a
+burst, and noise makes one size cheaper than its neighbours. `BucketPrice` asks for the price of all
+sizes that buckets could have, and keeps two promises about each of them: it takes at least the
+plateau rate for its bytes, and beside that at least `latency_us` of each of its members. Only
+prices are asked; no number originates here.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ class BucketPrice:
             size more than the whole price; at least 0.
     """
 
-    def __init__(self, price_us: Callable[[int], float], total_bytes: int) -> None:
+    def __init__(
+        self,
+        price_us: Callable[[int], float],
+        total_bytes: int,
+        link_us: Callable[[int], float] | None = None,
+    ) -> None:
         """
         Args:
             price_us: time (us) of one collective of a size in bytes.
             total_bytes: size of a bucket with all collectives that may be merged.
+            link_us: for how long (us) it keeps its link busy, at most ``price_us``; None: that.
         """
         self._price_us = price_us
+        busy_us = link_us or price_us
         sizes = [total_bytes >> shift for shift in range(total_bytes.bit_length())]
         prices = [price_us(size) for size in sizes]
-        rates = [price / size for size, price in zip(sizes, prices, strict=True)]
+        rates = [busy_us(size) / size for size in sizes]
         if sizes:
-            rates.append((price_us(2 * total_bytes) - prices[0]) / total_bytes)
+            rates.append((busy_us(2 * total_bytes) - busy_us(total_bytes)) / total_bytes)
         self.us_per_byte = max(0.0, min(rates, default=0.0))
         self._least: list[tuple[int, float]] = []
         least_us = math.inf

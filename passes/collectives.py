@@ -122,6 +122,12 @@ class Collective:
             return prices.collective_us(self.kind, self.size_bytes, self.ranks)
         return prices.coalesced_us(self.kind, self.sizes_bytes, self.ranks)
 
+    def link_us(self, prices: PricedCluster) -> float:
+        """For how long (us) it keeps its link busy; at most `price_us`."""
+        if len(self.sizes_bytes) < 2:
+            return prices.link_us(self.kind, self.size_bytes, self.ranks)
+        return self.price_us(prices)
+
     def in_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Collective:
         """The same collective in a copy of its graph, by a mapping from each node to its copy."""
         return replace(

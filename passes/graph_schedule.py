@@ -277,11 +277,12 @@ class _Reader:
             return Task(
                 collective.name, duration_us=duration_us, deps=deps, reads=reads, writes=writes
             )
-        wire_us, latency_us = duration_us, 0.0
         if collective.free:
             price = self._bucket_prices[collective.bucket_key]
             wire_us = price.us_per_byte * collective.size_bytes
             latency_us = max(price.latency_us(size) for size in collective.sizes_bytes)
+        else:
+            wire_us, latency_us = collective.link_us(self.prices), 0.0
         return Task(
             name=collective.name,
             kind="start",
@@ -305,12 +306,19 @@ class _Reader:
                 totals[collective.bucket_key] += collective.size_bytes
                 like[collective.bucket_key] = collective
         return {
-            key: BucketPrice(partial(self._collective_us, like[key]), total_bytes)
+            key: BucketPrice(
+                partial(self._collective_us, like[key]),
+                total_bytes,
+                partial(self._link_us, like[key]),
+            )
             for key, total_bytes in totals.items()
         }
 
     def _collective_us(self, like: Collective, size_bytes: int) -> float:
         return self.prices.collective_us(like.kind, size_bytes, like.ranks)
+
+    def _link_us(self, like: Collective, size_bytes: int) -> float:
+        return self.prices.link_us(like.kind, size_bytes, like.ranks)
 
     def _wait(
         self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]

@@ -4,12 +4,13 @@ One walk over the fixed tasks with a clock for compute and one per link. Before 
 while a link would run dry before the task ends, the next collective is started on it: the next
 gather in order of first use, or the oldest pending reduction, whichever the *slack rule* says. A
 gather has slack until its latest safe start, found by one sweep backward over all gathers of the
-link (prototyped list schedulers lose most when a reduction delays a gather that compute is about
-to need). A gather starts early only if the memory over its whole wait fits the limit; a
-reduction's wait comes as late as memory allows, because until then it holds its input.
+link (prototyped list schedulers lose most when a reduction delays a gather that compute is about to
+need). A gather starts early only if the memory over its whole wait fits the limit; a reduction's
+wait comes as late as memory allows, because until then it holds its input.
 
-Near-linear in the number of tasks. The clock ignores contention and queue width, and memory is
-tracked per fixed task: the result is a proposal that callers simulate and replay.
+Near-linear in the number of tasks. The clock ignores contention and takes a link for free as soon
+as the next collective can have its bytes on it, and memory is tracked per fixed task: the result is
+a proposal that callers simulate and replay.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class _ListScheduler:
             deadline = math.inf
             for gather in reversed(queue):
                 use = clock[min(self.windows.first_use[gather.name], len(clock) - 1)]
-                deadline = min(deadline, use) - self.tasks[gather.name].duration_us
+                task = self.tasks[gather.name]
+                deadline = min(deadline - self._occupied_us(task), use - task.duration_us)
                 latest[gather.name] = deadline
         return latest
 
@@ -314,7 +316,8 @@ class _ListScheduler:
         link = self.machine.link(task.queue)
         begin_us = self._begin_us(link)
         duration_us = self.merged_us.get(task.name, task.duration_us)
-        self.free_us[link] = self.end_us[task.name] = begin_us + duration_us
+        self.free_us[link] = begin_us + self._occupied_us(task, duration_us)
+        self.end_us[task.name] = begin_us + duration_us
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return
@@ -322,6 +325,13 @@ class _ListScheduler:
             self.in_flight[task.name] = collective
         elif collective.is_gather and index is not None:
             self.room.reserve(collective, index, self.windows.first_use[collective.name])
+
+    def _occupied_us(self, task: Task, duration_us: float | None = None) -> float:
+        """For how long ``task``, if it takes ``duration_us``, keeps others from its link."""
+        if duration_us is None or not task.duration_us:
+            return self.machine.occupied_us(task.duration_us, task.wire_us)
+        wire_us = duration_us * task.wire_us / task.duration_us
+        return self.machine.occupied_us(duration_us, wire_us)
 
     def _waited(self, task: Task) -> None:
         end_us = self.end_us[task.collective]

@@ -94,6 +94,7 @@ def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> lis
     due_us = [clock_us[use[gather.name]] for gather in gathers]
     wire_us = [_wire_us(program, gather) for gather in gathers]
     latency_us = _latency_us(program, gathers)
+    occupied_us = program.schedule.machine.occupied_us
     copy_us = [
         0.0 if gather.unpack_is_fused else program.prices.copy_us(gather.output_bytes)
         for gather in gathers
@@ -102,15 +103,16 @@ def _cut_by_deadline(program: Program, gathers: Group, longest_us: float) -> lis
     states[0] = [(0.0, 0.0, 0, None)]
     for begin in range(len(gathers)):
         for state in _best_states(states[begin]):
-            link_us, copies_us = state[0] + latency_us, 0.0
-            most_us = link_us + longest_us
+            bytes_us, copies_us = 0.0, 0.0
             for end in range(begin + 1, min(len(gathers), begin + _LONGEST_GROUP) + 1):
-                link_us += wire_us[end - 1]
+                bytes_us += wire_us[end - 1]
                 copies_us += copy_us[end - 1]
-                if end > begin + 1 and link_us > most_us:
+                if end > begin + 1 and bytes_us > longest_us:
                     break
-                delay_us = max(state[1], link_us - due_us[begin])
+                takes_us = latency_us + bytes_us
+                delay_us = max(state[1], state[0] + takes_us - due_us[begin])
                 delay_us += copies_us if end > begin + 1 else 0.0
+                link_us = state[0] + occupied_us(takes_us, bytes_us)
                 states[end].append((link_us, delay_us, begin, state))
     last = min(states[-1], key=itemgetter(1, 0))
     return _groups_of(gathers, last)

@@ -189,8 +189,8 @@ class _Reader:
         duration_us = collective.price_us(self.prices)
         if collective.name not in self.first_wait:
             return Task(name, duration_us=duration_us, **common)
-        queue = collective.group_name
-        return Task(name, "start", duration_us=duration_us, queue=queue, **common)
+        wire_us, queue = collective.link_us(self.prices), collective.group_name
+        return Task(name, "start", duration_us=duration_us, wire_us=wire_us, queue=queue, **common)
 
     def _compute_us(self, snode: BaseSchedulerNode) -> float:
         kernels = [part for part in snode.get_nodes() if part.is_extern() or part.is_template()]

@@ -286,10 +286,38 @@ def test_bad_curves_are_refused() -> None:
     with pytest.raises(ValueError, match="times must be positive and not fall"):
         Curve("all_gather", 1, 8, (1, 2), (2.0, 1.0))
 
+    with pytest.raises(ValueError, match=r"link_us needs one time for each size, at most that of"):
+        Curve("all_gather", 1, 8, (1, 2), (1.0, 2.0), (1.0,))
+    with pytest.raises(ValueError, match=r"got \(1.0, 2.5\) beside \(1.0, 2.0\)"):
+        Curve("all_gather", 1, 8, (1, 2), (1.0, 2.0), (1.0, 2.5))
+
+
+def test_streams_say_for_how_long_a_collective_keeps_its_link() -> None:
+    """The medians of each size; a link is never busy for longer than a collective takes."""
+    times = {MIB: [(30.0, 21.0), (31.0, 22.0), (90.0, 80.0)], 2 * MIB: [(60.0, 65.0)]}
+    measured = [
+        CollectiveMeasurement("all_gather", size, 1, 8, alone_us, link_us)
+        for size, samples in times.items()
+        for alone_us, link_us in samples
+    ]
+    fitted = calibrate(Cluster("h100"), measured)
+    (curve,) = fitted.curves
+    assert (curve.times_us, curve.link_us) == ((31.0, 60.0), (22.0, 60.0))
+    where = {"num_nodes": 1, "ranks_per_node": 8}
+    assert fitted.collective_us("all_gather", MIB, **where) == 31.0
+    assert fitted.link_us("all_gather", MIB, **where) == 22.0
+    # Of what was not measured a link knows no more than the price.
+    scatter_us = fitted.collective_us("reduce_scatter", MIB, **where)
+    assert fitted.link_us("reduce_scatter", MIB, **where) == scatter_us
+    model = ClusterCostModel(fitted)
+    assert model.link_us("all_gather", MIB, range(8)) == 22.0
+    assert model.link_us("permute", MIB, range(8)) == model.collective_us("permute", MIB, range(8))
+
 
 def test_a_profile_file_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
-    fitted = calibrate(Cluster("h100", "ib-ndr-400x8"), read_nccl_tests(LOG))
+    streamed = CollectiveMeasurement("all_gather", MIB, 1, 8, 30.0, 20.0)
+    fitted = calibrate(Cluster("h100", "ib-ndr-400x8"), [*read_nccl_tests(LOG), streamed])
     write_profile(fitted, path, {"source": 'a "quoted" log', "date": "2026-11-29"})
     read = read_profile(path)
     assert (read.gpu, read.network, read.curves) == (fitted.gpu, fitted.network, fitted.curves)

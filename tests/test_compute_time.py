@@ -133,7 +133,13 @@ def test_fp8_attention_does_not_hide_its_softmax() -> None:
 def test_gradients_of_shared_keys_are_summed_over_their_query_heads(
     dtype: str, item_bytes: int
 ) -> None:
-    shape: dict[str, Any] = dict(batch=1, heads=100, queries=128, keys=1000, backward=True)
+    shape: dict[str, Any] = {
+        "batch": 1,
+        "heads": 100,
+        "queries": 128,
+        "keys": 1000,
+        "backward": True,
+    }
     own = _attention(**shape, dtype=dtype)
     shared = _attention(**shape, dtype=dtype, kv_heads=10)
     # Two gradients of dim 64 for each of 100 heads and 1000 keys, written and read at 800 GB/s.

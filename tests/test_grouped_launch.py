@@ -65,6 +65,21 @@ def test_a_users_model_saves_nothing_unless_it_says_so() -> None:
     assert as_full(OwnLaunches()).coalesced_us("all_gather", [1, 2], [0, 1]) == 15.0
 
 
+class OwnLink(OwnPrices):
+    busy_us = 8.0
+
+    def link_us(self, kind: str, size_bytes: int, ranks: object) -> float:
+        return self.busy_us
+
+
+def test_a_users_link_is_busy_for_all_of_the_price_unless_it_says_less() -> None:
+    assert as_full(OwnPrices()).link_us("all_gather", 5, [0, 1]) == 15.0
+    assert as_full(OwnLink()).link_us("all_gather", 5, [0, 1]) == 8.0
+    model = OwnLink()
+    model.busy_us = 99.0
+    assert as_full(model).link_us("all_gather", 5, [0, 1]) == 15.0
+
+
 def test_no_launch_is_faster_than_one_collective_of_all_its_bytes() -> None:
     """13 us: the lower bound of a step counts on it."""
     model = OwnLaunches()

@@ -81,6 +81,27 @@ def test_prefetch_window_holds_a_gather_back() -> None:
     assert step_us(given, list_schedule(given, prefetch_us=-20)) == 40
 
 
+def test_a_queue_that_runs_two_starts_the_next_when_its_bytes_fit() -> None:
+    """Half of a gather's 20 us are bytes: the link is free for g2 at 10, before c0 ends at 15."""
+    tasks = (
+        compute("c0", 15),
+        start("g1", 20, wire_us=10, writes=("w1",)),
+        wait("g1", reads=("w1",)),
+        start("g2", 20, wire_us=10, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c1", 10, "c0", "wait_g1", "wait_g2", reads=("w1", "w2")),
+    )
+    gathers = [free("g1", "all_gather", 100), free("g2", "all_gather", 100)]
+    buffers = (Buffer("w1", 100), Buffer("w2", 100))
+    two = program(schedule(*tasks, buffers=buffers, queue_width=2), gathers)
+    order = list_schedule(two)
+    assert order[:3] == ["g1", "g2", "c0"]
+    # Latencies 0-10, then 20 us of bytes, c1 30-40.
+    assert step_us(two, order) == 40
+    one = program(schedule(*tasks, buffers=buffers), gathers)
+    assert list_schedule(one)[:3] == ["g1", "c0", "g2"]
+
+
 def backward(gradient_bytes: int = 100) -> Program:
     """c1 makes a gradient that r1 scatters; c2 needs g2; c3 follows."""
     buffers = (

@@ -72,6 +72,7 @@ def test_all_ranks_measure_the_same_and_fit_the_same_cluster(seen: list[Seen]) -
     curves = first.fitted.curves
     assert [(c.kind, c.sizes_bytes) for c in curves] == [(kind, SIZES) for kind in KINDS]
     assert {(c.num_nodes, c.ranks_per_node) for c in curves} == {(1, 2)}
+    assert [len(c.link_us) for c in curves] == [len(SIZES)] * len(KINDS)  # gloo runs two at once
     whats = {what for what, _ in first.fitted.errors}
     assert whats == {"attention", "collective", "matmul", "memory"}
     assert first.fitted.contention is not None

@@ -102,3 +102,11 @@ def test_machine_links_default_to_the_queue() -> None:
 def test_repr_counts() -> None:
     case = schedule(start("s", 1), wait("s"), buffers=(Buffer("b", 1),))
     assert repr(case) == "Schedule(2 tasks, 1 collectives, 1 buffers)"
+
+
+@pytest.mark.parametrize(("width", "expected_us"), [(1, 30.0), (2, 15.0), (4, 10.0)])
+def test_a_link_is_kept_for_the_bytes_or_the_share_of_a_queue(
+    width: int, expected_us: float
+) -> None:
+    """30 us, of which 10 are bytes."""
+    assert Machine(queue_width=width).occupied_us(30.0, 10.0) == expected_us

@@ -36,6 +36,13 @@ def test_price_that_steepens_counts_its_flat_part() -> None:
     assert rate == pytest.approx(1.0)
 
 
+def test_what_one_collective_takes_longer_than_its_link_is_latency() -> None:
+    # Alone 15 per 10 bytes, of which the link is busy for 10; beside them 10 whatever the size.
+    price = BucketPrice(lambda size: 10 + size * 1.5, 1000, lambda size: 10 + size)
+    assert price.us_per_byte == pytest.approx(1.0)
+    assert price.latency_us(100) == pytest.approx(10 + 50)
+
+
 def test_nothing_to_send_and_prices_that_fall() -> None:
     assert BucketPrice(lambda size: 5.0, 0).us_per_byte == 0.0
     assert BucketPrice(lambda size: 100.0 - size, 50).us_per_byte == 0.0

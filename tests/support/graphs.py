@@ -76,6 +76,9 @@ class TestPrices:
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         return self.latency_us + size_bytes / self.bytes_per_us
 
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return self.collective_us(kind, size_bytes, ranks)
+
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         member_us = self.latency_us if self.member_us is None else self.member_us
         latencies_us = self.latency_us + member_us * (len(sizes_bytes) - 1)

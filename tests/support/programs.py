@@ -28,6 +28,9 @@ class LinearPrices:
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         return 1.0 + size_bytes / 100
 
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return self.collective_us(kind, size_bytes, ranks)
+
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
         return 1.0 + 0.5 * (len(sizes_bytes) - 1) + sum(sizes_bytes) / 100
 
