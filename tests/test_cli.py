@@ -81,6 +81,7 @@ def test_termination_unwinds_the_demo(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     unwound: list[bool] = []
+    before = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
 
     def run_demo(*_: object) -> bool:
         try:
@@ -90,8 +91,11 @@ def test_termination_unwinds_the_demo(
         return True
 
     monkeypatch.setattr(cli, "run_demo", run_demo)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["demo"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["demo"])
+    finally:
+        signal.signal(number, before)
     assert (ended.value.code, unwound) == (128 + number, [True])
 
 

@@ -23,7 +23,7 @@ from inductor_overlap.passes.plan import Plan
 
 pytestmark = [pytest.mark.gloo, pytest.mark.compile]
 
-MESHES = {"fully_shard": (2,), "hybrid_shard": (2, 2)}
+REPLICAS, SHARDS = 2, 2
 
 
 class LaunchesPay:
@@ -45,11 +45,10 @@ class LaunchesPay:
         return "launches pay"
 
 
-def train(mode: Any, options: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[str]]:
+def train(options: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[str]]:
     """Full gradients of two steps, and the generated code of forward and backward."""
-    shape = MESHES[mode]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "shard")[: len(shape)])
-    model = io.simple_fsdp(tiny_llama(num_layers=1), mesh, mode=mode)
+    mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("dp", "shard"))
+    model = io.simple_fsdp(tiny_llama(num_layers=1), mesh, mode="hybrid_shard")
     call = torch.compile(model, options=options, fullgraph=True)
 
     def steps() -> list[dict[str, Tensor]]:
@@ -64,19 +63,19 @@ def train(mode: Any, options: dict[str, Any]) -> tuple[list[dict[str, Tensor]], 
     return run_and_get_code(steps)
 
 
-def run_both(mode: str) -> dict[str, Any]:
-    plain, _ = train(mode, {})
+def run_both() -> dict[str, Any]:
+    plain, _ = train({})
     torch._dynamo.reset()
     options = io.options(wrap="auto", cost_model=LaunchesPay(), memory_limit_gb=1.0)
-    ours, codes = train(mode, options)
+    ours, codes = train(options)
     plans = [report.plan for report in io.reports()]
     return {"plain": plain, "ours": ours, "codes": codes, "plans": plans}
 
 
-@pytest.fixture(scope="module", params=MESHES)
-def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    world_size = torch.Size(MESHES[request.param]).numel()
-    return run_ranks(run_both, world_size, request.param, timeout_s=500)
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """Hybrid sharding: it has gathers, reduce-scatters and all-reduces."""
+    return run_ranks(run_both, REPLICAS * SHARDS, timeout_s=500)
 
 
 def started(code: str) -> list[str]:
