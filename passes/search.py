@@ -10,9 +10,9 @@ forms fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import get_args
 
@@ -130,9 +130,11 @@ class Search:
         whole = CoarseProgram(self.program, {})
         self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
         self._tried: set[object] = set()
-        self._with_gathers = lru_cache(_KEPT_PROGRAMS)(self._merge_gathers)
-        self._formed = lru_cache(_KEPT_FORMS)(self._form)
-        self._with_all = lru_cache(_KEPT_PROGRAMS)(self._merge_all)
+        # None of them holds the search: a cycle would leave all trials to the garbage collector.
+        gathered = lru_cache(_KEPT_PROGRAMS)(partial(bucket_program, self.coarse.program))
+        deferred = lru_cache(_KEPT_PROGRAMS)(partial(_deferred, gathered))
+        self._merged = lru_cache(_KEPT_PROGRAMS)(partial(_merged, self.program, deferred))
+        self._formed = lru_cache(_KEPT_FORMS)(partial(_formed, self.program))
 
     def best(self, number: int | None = None) -> list[Trial]:
         """The best trials within the limit, no two of the same buckets and deferral."""
@@ -196,25 +198,9 @@ class Search:
         """The buckets of ``proposal`` in their forms, under names that no task has."""
         return self._formed(proposal.buckets, proposal.forms)
 
-    def _form(self, buckets: tuple[Bucket, ...], forms: Forms) -> tuple[Bucket, ...]:
-        return with_forms(self.program, _with_new_names(self.program, buckets), forms)
-
     def bucketed(self, proposal: Proposal) -> Program:
         """The coarse program with the buckets and deferral of ``proposal``."""
-        return self._with_all(self._buckets(proposal), proposal.deferred)
-
-    def _merge_all(
-        self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
-    ) -> Program:
-        gathers, reductions = by_kind(self.program, buckets)
-        return bucket_program(self._with_gathers(gathers, deferred), reductions)
-
-    def _merge_gathers(
-        self, buckets: tuple[Bucket, ...], deferred: tuple[WeightGradient, ...]
-    ) -> Program:
-        if deferred:
-            return defer_gradients(self._with_gathers(buckets, ()), list(deferred))
-        return bucket_program(self.coarse.program, buckets)
+        return self._merged(self._buckets(proposal), proposal.deferred)
 
     def finish(self, trial: Trial) -> tuple[tuple[Bucket, ...], Program]:
         """Buckets and whole program of ``trial``, in its order."""
@@ -253,6 +239,29 @@ class Search:
 
     def _size_bytes(self, name: str) -> int:
         return self.program.by_name[name].size_bytes
+
+
+def _deferred(
+    with_gathers: Callable[[tuple[Bucket, ...]], Program],
+    gathers: tuple[Bucket, ...],
+    gradients: tuple[WeightGradient, ...],
+) -> Program:
+    merged = with_gathers(gathers)
+    return defer_gradients(merged, list(gradients)) if gradients else merged
+
+
+def _merged(
+    program: Program,
+    deferred: Callable[[tuple[Bucket, ...], tuple[WeightGradient, ...]], Program],
+    buckets: tuple[Bucket, ...],
+    gradients: tuple[WeightGradient, ...],
+) -> Program:
+    gathers, reductions = by_kind(program, buckets)
+    return bucket_program(deferred(gathers, gradients), reductions)
+
+
+def _formed(program: Program, buckets: tuple[Bucket, ...], forms: Forms) -> tuple[Bucket, ...]:
+    return with_forms(program, _with_new_names(program, buckets), forms)
 
 
 def by_kind(

@@ -103,15 +103,25 @@ def _try_buckets(search: Search) -> None:
     search.try_orders(Proposal("blocks", tuple(blocks)))
     greedy = GreedyWrap().buckets(program, memory_limit_bytes=search.memory_limit_bytes)
     search.try_orders(Proposal("greedy", tuple(greedy)))
-    for label, groups in _gather_partitions(program):
-        _try_merged(search, Proposal(label, tuple(to_buckets(groups))), (_FIRST_MERGE,))
-
-
-def _gather_partitions(program: Program) -> Iterator[tuple[str, list[Group]]]:
-    yield "single gathers", []
-    yield "tiny gathers together", by_latency(program, 0.0)
+    _try_gathers(search, "single gathers", [])
+    _try_gathers(search, "tiny gathers together", by_latency(program, 0.0))
     for factor in _GATHER_LATENCIES:
-        yield f"gathers of {factor:g} latencies", by_latency(program, factor)
+        groups = by_latency(program, factor)
+        if not _try_gathers(search, f"gathers of {factor:g} latencies", groups):
+            break  # larger buckets take more memory
+    for label, groups in _cuts_by_deadline(program):
+        _try_gathers(search, label, groups)
+
+
+def _try_gathers(search: Search, label: str, groups: list[Group]) -> bool:
+    """Try one partition of the gathers; False if what came of it is over the limit."""
+    before = len(search.trials)
+    _try_merged(search, Proposal(label, tuple(to_buckets(groups))), (_FIRST_MERGE,))
+    tried = search.trials[before:]
+    return not tried or any(map(search.fits, tried))
+
+
+def _cuts_by_deadline(program: Program) -> Iterator[tuple[str, list[Group]]]:
     all_us = sum(duration_us(program, gather) for gather in program.gathers)
     for share in _DEADLINE_SHARES:
         yield f"gathers by deadline, at most {share:g}", by_deadline(program, share * all_us)
