@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=_count, default=4, help="sequences of a rank and step")
     add("--seq", type=_count, default=512, help="tokens of a sequence")
     limit = "live bytes of a graph, MiB, for the contender that is given a limit"
-    add("--memory-limit-mib", type=_count, default=312, help=limit)
+    add("--memory-limit-mib", type=_count, default=306, help=limit)
     out = Path("benchmarks/results/loopback")
     add("--out", type=Path, default=out, help="where to write, without the ending")
     return parser
