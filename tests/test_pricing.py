@@ -403,13 +403,21 @@ def test_errors_are_means_by_time_and_small_collectives_are_rough() -> None:
     assert errors.assumptions == (
         "compute is 1.19 times slower beside collectives",
         "communicators on one link share its bandwidth",
+        "grouped launches join collectives within 4 times of each other's size",
     )
     assert ClusterCostModel(H100).errors([]).prices == "h100, ib-ndr-400x8"
 
 
 def test_a_calibrated_placement_is_not_rough() -> None:
     curve = Curve("all_gather", 2, 8, (1000,), (30.0,))
-    calibrated = Cluster("h100", "ib-ndr-400x8", contention=1.0, share_links=False, curves=(curve,))
+    calibrated = Cluster(
+        "h100",
+        "ib-ndr-400x8",
+        contention=1.0,
+        share_links=False,
+        overrides=(("aggregation_ratio", 0.0),),
+        curves=(curve,),
+    )
     errors = ClusterCostModel(calibrated).errors([("all_gather", 1000, range(16))])
     assert errors.num_rough == 0
     assert errors.collectives == pytest.approx(0.021)
