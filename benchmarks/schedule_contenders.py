@@ -64,9 +64,10 @@ class Result:
 
 def pose(name: str, gm: fx.GraphModule, prices: PricedCluster, traced: TracedCase) -> Problem:
     """The problem of ordering ``gm``: its limit is the input's peak and 5 %."""
-    schedule = read_graph(gm.graph, prices).program.schedule
-    limit_bytes = replay_peak(schedule) * HEADROOM
-    return Problem(name, gm, prices, limit_bytes, lower_bound(schedule).step_us, traced)
+    program = read_graph(gm.graph, prices).program
+    limit_bytes = replay_peak(program.schedule) * HEADROOM
+    bound_us = lower_bound(program.for_bound()).step_us
+    return Problem(name, gm, prices, limit_bytes, bound_us, traced)
 
 
 def compete(contender: str, problem: Problem) -> Result:

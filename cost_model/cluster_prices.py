@@ -9,7 +9,7 @@ same. Nothing here raises on a graph: an op without a formula costs its bytes an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -117,7 +117,7 @@ class ClusterCostModel:
             weighted(of_collectives),
             weighted(of_compute),
             num_rough,
-            (self._about_contention(), self._about_links(), *self._about_launches()),
+            (self._about_contention(), self._about_links(), self._about_launches()),
         )
 
     def _about_contention(self) -> str:
@@ -126,10 +126,11 @@ class ClusterCostModel:
             return "collectives do not slow compute"
         return f"compute is {factor:.3g} times slower beside collectives"
 
-    def _about_launches(self) -> Iterator[str]:
+    def _about_launches(self) -> str:
         ratio = self.cluster.constants["aggregation_ratio"]
-        if ratio > 1.0:
-            yield f"grouped launches join collectives within {ratio:g} times of each other's size"
+        if ratio <= 1.0:
+            return "a grouped launch runs its collectives one after the other"
+        return f"a grouped launch joins collectives within {ratio:g} times of each other's size"
 
     def _about_links(self) -> str:
         shared = "share" if self.cluster.share_links else "do not share"

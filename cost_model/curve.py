@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import gt
@@ -46,27 +46,23 @@ class Curve:
             raise ValueError(
                 f"a curve needs one time for each size; got {len(sizes)} sizes, {len(times)} times"
             )
+        name = f"curve of {self.kind} on {self.num_nodes} x {self.ranks_per_node} ranks"
         rising = sizes[0] > 0 and all(a < b for a, b in pairwise(sizes))
-        if not rising or not times[0] > 0 or not all(a <= b < math.inf for a, b in pairwise(times)):
+        if not rising or not _are_times(times):
             raise ValueError(
-                f"curve of {self.kind} on {self.num_nodes} x {self.ranks_per_node} ranks: sizes "
-                f"must be positive and rise, times must be positive and not fall; got {sizes}, "
-                f"{times}"
+                f"{name}: sizes must be positive and rise, times must be positive and not fall; "
+                f"got {sizes}, {times}"
             )
         link = self.link_us
-        if link and (len(link) != len(times) or any(map(gt, link, times))):
+        if link and (len(link) != len(times) or not _are_times(link) or any(map(gt, link, times))):
             raise ValueError(
-                f"curve of {self.kind}: link_us needs one time for each size, at most that of "
-                f"times_us; got {link} beside {times}"
+                f"{name}: link_us needs one time for each size, at most that of times_us, positive "
+                f"and not falling; got {link} beside {times}"
             )
 
     def of_link(self) -> Curve:
-        """The curve of ``link_us``.
-
-        Raises:
-            ValueError: ``link_us`` falls or is not positive.
-        """
-        return replace(self, times_us=self.link_us or self.times_us, link_us=())
+        """The curve of ``link_us``, which must not be empty."""
+        return replace(self, times_us=self.link_us, link_us=())
 
     def time_us(self, size_bytes: float, formula: Formula) -> float:
         """Time (us) at any size; never falls as ``size_bytes`` grows."""
@@ -92,3 +88,8 @@ class Curve:
         if at_end == 0.0:
             return self.times_us[-1]
         return self.times_us[-1] * formula(self.kind, size_bytes, *placement) / at_end
+
+
+def _are_times(times_us: Sequence[float]) -> bool:
+    """Whether they are positive, finite and do not fall."""
+    return times_us[0] > 0 and all(a <= b < math.inf for a, b in pairwise((0.0, *times_us)))

@@ -1,10 +1,10 @@
 """A step time that no schedule of a graph on its machine can beat, and the reason why.
 
 "No schedule" means: any order of the tasks that respects their dependences, compute included, and
-any bucketing of collectives that share queue and bucket key and have latency to save
-(``wire_us < duration_us``). A bucket takes at least the sum of its members' ``wire_us`` plus the
-largest of their latencies, ``duration_us - wire_us``; packing only adds compute. Prices must
-honour that: a collective's latency may not fall as it grows.
+any bucketing of collectives that share queue and bucket key and have latency to save (``wire_us <
+duration_us``). A bucket takes at least the sum of its members' ``wire_us`` plus the largest of
+their latencies, ``duration_us - wire_us``; packing only adds compute (casts that it absorbs the
+caller leaves out). Prices must honour that: a collective's latency may not fall as it grows.
 
 The bound is the largest of several relaxations, each of which forgets all but a few constraints:
 
@@ -115,10 +115,10 @@ def _launches(precedence: Precedence) -> Iterator[Job]:
         return
     classes: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for start in precedence.wait_of:
-        if precedence.tasks[start].wire_us == precedence.tasks[start].duration_us:
+        task = precedence.tasks[start]
+        if task.wire_us == task.duration_us and not task.bucket_key:
             yield Job(start, precedence.head_us[start], launch_us, precedence.tail_us[start])
         else:
-            task = precedence.tasks[start]
             classes[task.queue, task.bucket_key].append(start)
     for starts in classes.values():
         head_us = min(precedence.head_us[start] for start in starts)

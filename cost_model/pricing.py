@@ -141,8 +141,8 @@ class _CheckedCostModel:
         if not hasattr(self.model, "coalesced_us"):
             return sum(self.collective_us(kind, size_bytes, ranks) for size_bytes in sizes_bytes)
         what = f"{len(sizes_bytes)} {kind}s of {sum(sizes_bytes)} bytes among {len(ranks)} ranks"
-        own_us = self._checked("coalesced_us", what, kind, sizes_bytes, ranks)
-        return max(own_us, self.collective_us(kind, sum(sizes_bytes), ranks))
+        least_us = self.collective_us(kind, sum(sizes_bytes), ranks)
+        return max(least_us, self._checked("coalesced_us", what, kind, tuple(sizes_bytes), ranks))
 
     def copy_us(self, size_bytes: int) -> float:
         if not hasattr(self.model, "copy_us"):

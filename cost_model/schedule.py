@@ -27,13 +27,13 @@ class Task:
     whose start is named ``collective`` has ended.
 
     ``wire_us`` (starts only) is the part of ``duration_us`` that the bytes alone need on the wire
-    at the link's plateau: what is left when latency is shared with others in a bucket. It is equal
-    to ``duration_us`` for a collective that cannot be merged, which is also the default; it is
-    never more, and 0 for other tasks. Give both when replacing ``duration_us`` of a start.
+    at the link's plateau: what is left when latency is shared with others in a bucket. The default
+    is ``duration_us``; it is never more, and 0 for other tasks. Give both when replacing
+    ``duration_us`` of a start.
     ``latency_us`` is what any bucket with this collective in it needs at least beside the bytes of
     all its members; by default, and at most, ``duration_us - wire_us``. Starts of one queue may be
     merged if their ``bucket_key`` (kind, dtype, reduction: whatever the adapter tells apart) is
-    the same.
+    the same; one without a key and without latency is merged with nothing.
 
     ``deps`` are the names of tasks that must come earlier in every order (data dependences,
     effect tokens, barriers). ``reads`` and ``writes`` are names of `Buffer`; a buffer is written

@@ -4,8 +4,8 @@ The simulator lets collectives share a link for as long as their bytes take at t
 and the lower bound counts that for every byte. What is beside it, latency, a bucket has once. That
 rate is that of the link: one collective alone may not reach it, and what it takes longer counts as
 latency, during which others may use the link. Measured prices are uneven: small sizes may pass in a
-burst, and noise makes one size cheaper than its neighbours. `BucketPrice` asks for the price of all
-sizes that buckets could have, and keeps two promises about each of them: it takes at least the
+burst, and noise makes one size cheaper than its neighbours. `BucketPrice` asks for the price of the
+largest bucket, a half of it, a quarter and so on, and promises for these: each takes at least the
 plateau rate for its bytes, and beside that at least `latency_us` of each of its members. Only
 prices are asked; no number originates here.
 """

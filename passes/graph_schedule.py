@@ -91,6 +91,7 @@ class _Reader:
         self.prices = prices
         self.storages = Storages(graph)
         self.collectives = tuple(find_collectives(graph))
+        self.machine = prices.machine({c.group_name: c.ranks for c in self.collectives})
         self.by_start = {collective.start: collective for collective in self.collectives}
         self.task_of: dict[fx.Node, str] = {}
         self.nodes: dict[str, list[fx.Node]] = defaultdict(list)
@@ -103,7 +104,7 @@ class _Reader:
         schedule = Schedule(
             tasks=tuple(tasks),
             buffers=self.storages.buffers,
-            machine=self.prices.machine({c.group_name: c.ranks for c in self.collectives}),
+            machine=self.machine,
         )
         free = tuple(
             self._neutral(collective) for collective in self.collectives if collective.free
@@ -260,10 +261,31 @@ class _Reader:
         if is_wait(nodes[0]):
             return self._wait(nodes[0], deps, reads, writes)
         if name in self.chains:
-            duration_us = self.prices.copy_us(self.chains[name]) if self.chains[name] else 0.0
+            duration_us = self._chain_us(name)
         else:
             duration_us = sum(self.prices.compute_us(node) for node in nodes)
         return Task(name, duration_us=duration_us, deps=deps, reads=reads, writes=writes)
+
+    def _chain_us(self, name: str) -> float:
+        """Time (us) of a chain, launches between its kernels included."""
+        size_bytes, kernels = self.chains[name], self._kernels.get(name, 1)
+        if not size_bytes:
+            return 0.0
+        each_us = self.prices.copy_us(-(-size_bytes // kernels))
+        return kernels * each_us + (kernels - 1) * self.machine.launch_us
+
+    @cached_property
+    def _kernels(self) -> Mapping[str, int]:
+        """Chain of a bucket -> how many kernels it has, if each member has one of its own.
+
+        Inductor does not fuse kernels of separate tensors; only what is packed is one.
+        """
+        kernels: dict[str, int] = {}
+        for collective in self.collectives:
+            members = max(1, len(bucket_members(collective.start)))
+            kernels[f"{collective.name}.prepare"] = members if collective.items else 1
+            kernels[f"{collective.name}.finish"] = members
+        return kernels
 
     def _start(
         self,
@@ -290,7 +312,7 @@ class _Reader:
             wire_us=wire_us,
             latency_us=latency_us,
             queue=collective.group_name,
-            bucket_key=collective.bucket_key,
+            bucket_key=collective.bucket_key if collective.free else (),
             deps=deps,
             reads=reads,
             writes=writes,

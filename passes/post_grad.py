@@ -246,7 +246,7 @@ def _outcome(
         schedule_after=final.program.schedule,
         before=before,
         after=after,
-        bound=lower_bound(source.program.schedule),
+        bound=lower_bound(source.program.for_bound()),
         plan=plan,
         num_collectives_before=len(source.collectives),
         num_collectives_after=len(final.collectives),

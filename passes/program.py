@@ -133,6 +133,28 @@ class Program:
         written = (buffer for task in found for buffer in tasks[task].writes)
         return sum(self.schedule.buffers[buffer].size_bytes for buffer in written)
 
+    def for_bound(self) -> Schedule:
+        """The schedule as far as every plan has it: a packing kernel may do all of its casts.
+
+        Such a cast counts for its bytes, without a kernel and a launch of its own.
+        """
+        schedule = self.schedule
+        kernel_us = self.prices.copy_us(1)
+        least_us: dict[str, float] = {}
+        for c in self.collectives:
+            if c.absorbed:
+                moved_bytes = max(0, 2 * c.input_bytes - c.pack_saves_bytes)
+                alone_us = schedule.by_name[c.absorbed].duration_us
+                cast_us = min(alone_us, self.prices.copy_us(moved_bytes // 2)) - kernel_us
+                least_us[c.absorbed] = max(0.0, cast_us - schedule.machine.launch_us)
+        return replace(
+            schedule,
+            tasks=tuple(
+                replace(task, duration_us=least_us[task.name]) if task.name in least_us else task
+                for task in schedule.tasks
+            ),
+        )
+
     @cached_property
     def compute_clock_us(self) -> list[float]:
         """When compute would reach each fixed task, and the end, without ever waiting."""

@@ -3,8 +3,8 @@
 A `Proposal` says what to merge, in which form, what to defer and how to order; a `Trial` what came
 of it on the coarse program (`coarsen`), on which a try costs a fraction. `Search.finish` carries a
 trial over to the whole program. Proposals over the memory limit are ordered again under a smaller
-one, and lose the largest member of the largest bucket at their peak while none of their orders and
-forms fits.
+one, and lose the largest member of the largest bucket at their peak while none of their orders
+fits.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Search:
             if self.fits(least) or len(notes) == _MAX_LEFT_OUT:
                 return
             if not notes:
-                self.try_forms(least.proposal)  # without packed buffers it may fit as it is
+                self.try_forms(least)  # without packed buffers it may fit as it is
             largest = self._largest_member_at_peak(least)
             if largest is None:
                 return
@@ -178,15 +178,15 @@ class Search:
             name = name_of(self.program.by_name[largest]) or largest
             notes.append(f"{name} is left out of its bucket, which would not fit the memory limit")
 
-    def try_one(self, proposal: Proposal) -> None:
+    def try_one(self, proposal: Proposal, notes: tuple[str, ...] = ()) -> None:
         """Try ``proposal`` as it is, unless the same has been tried, made in whatever way."""
         if self._result(proposal) not in self._tried:
-            self.trials.append(self._try(proposal, self.bucketed(proposal), ()))
+            self.trials.append(self._try(proposal, self.bucketed(proposal), notes))
 
-    def try_forms(self, proposal: Proposal) -> None:
-        """Try ``proposal`` with its buckets in other forms."""
+    def try_forms(self, trial: Trial) -> None:
+        """Try the proposal of ``trial`` with its buckets in other forms."""
         for forms in get_args(Forms):
-            self.try_one(replace(proposal, forms=forms))
+            self.try_one(replace(trial.proposal, forms=forms), trial.notes)
 
     def _result(self, proposal: Proposal) -> object:
         """Equal for proposals that lead to the same order of the same collectives."""

@@ -81,7 +81,7 @@ def search_all(search: Search) -> None:
 def try_forms(search: Search, number: int) -> None:
     """Try the best trials with their buckets in other forms."""
     for trial in search.best(number):
-        search.try_forms(trial.proposal)
+        search.try_forms(trial)
 
 
 def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:

@@ -288,8 +288,9 @@ def test_bad_curves_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"link_us needs one time for each size, at most that of"):
         Curve("all_gather", 1, 8, (1, 2), (1.0, 2.0), (1.0,))
-    with pytest.raises(ValueError, match=r"got \(1.0, 2.5\) beside \(1.0, 2.0\)"):
-        Curve("all_gather", 1, 8, (1, 2), (1.0, 2.0), (1.0, 2.5))
+    for link_us in [(1.0, 2.5), (1.0, 0.5), (0.0, 0.0), (-1.0, 1.0), (math.nan, 1.0)]:
+        with pytest.raises(ValueError, match=r"8 ranks: link_us .*; got .* beside \(1.0, 2.0\)"):
+            Curve("all_gather", 1, 8, (1, 2), (1.0, 2.0), link_us)
 
 
 def test_streams_say_for_how_long_a_collective_keeps_its_link() -> None:
@@ -339,6 +340,11 @@ def test_a_profile_file_round_trips(tmp_path: Path) -> None:
         ("[cluster]\nnetwork = 'ib'", "is not spelled"),
         ("[constants]\nbase = 1", r"unknown constant 'base'"),
         ("[[curve]]\nkind = 'all_gather'", r"\[\[curve\]\] has no num_nodes"),
+        (
+            "[[curve]]\nkind = 'all_gather'\nnum_nodes = 1\nranks_per_node = 2\n"
+            "sizes_bytes = [1, 2]\ntimes_us = [1.0, 2.0]\nlink_us = [1.0, 0.5]",
+            "site.toml: curve of all_gather on 1 x 2 ranks: link_us",
+        ),
         ("gpu =", "site.toml"),
     ],
 )

@@ -102,7 +102,7 @@ _OPS = {
 
 
 def test_gradients_are_those_of_the_same_compile(results: list[dict[str, Any]]) -> None:
-    """Bit for bit: a coalesced bucket reduces each tensor as it would be reduced alone."""
+    """Bit for bit: with two of a kind there is one order in which to add."""
     for result in results:
         for theirs, ours in zip(result["plain"], result["ours"], strict=True):
             assert theirs.keys() == ours.keys()

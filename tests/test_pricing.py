@@ -403,7 +403,7 @@ def test_errors_are_means_by_time_and_small_collectives_are_rough() -> None:
     assert errors.assumptions == (
         "compute is 1.19 times slower beside collectives",
         "communicators on one link share its bandwidth",
-        "grouped launches join collectives within 4 times of each other's size",
+        "a grouped launch joins collectives within 4 times of each other's size",
     )
     assert ClusterCostModel(H100).errors([]).prices == "h100, ib-ndr-400x8"
 
@@ -424,6 +424,7 @@ def test_a_calibrated_placement_is_not_rough() -> None:
     assert errors.assumptions == (
         "collectives do not slow compute",
         "communicators on one link do not share its bandwidth",
+        "a grouped launch runs its collectives one after the other",
     )
 
 
