@@ -29,8 +29,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import torch
 from loopback_contenders import CONTENDERS
@@ -38,6 +36,8 @@ from loopback_memory import build_allocator
 from loopback_network import LoopbackNetwork, NetworkError, check_rights
 from loopback_results import Measured, RankResult, RankSpec, merge
 from loopback_table import draw, rate_table, summary
+
+from inductor_overlap.cli import unwind_when_terminated
 
 _RANK_SCRIPT = Path(__file__).with_name("loopback_rank.py")
 _PORT = 29500
@@ -65,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # Ctrl-C too: a shell starts background jobs with it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _exit)
+    unwind_when_terminated()
     try:
         measured = run(arguments)
     except NetworkError as error:
@@ -279,10 +277,6 @@ def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=_RANK_SCRIPT.parent, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

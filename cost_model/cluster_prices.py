@@ -64,24 +64,20 @@ class ClusterCostModel:
         if kind not in COLLECTIVE_KINDS:
             self._unknown.add((kind, (size_bytes, *ranks)))
             kind = "all_to_all"
-        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
-        return self.cluster.collective_us(
-            kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
-        )
+        return self.cluster.collective_us(kind, size_bytes, **self._placed(ranks))
 
     def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
         if kind not in COLLECTIVE_KINDS:
             return self.collective_us(kind, size_bytes, ranks)
-        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
-        return self.cluster.link_us(
-            kind, size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
-        )
+        return self.cluster.link_us(kind, size_bytes, **self._placed(ranks))
 
     def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: Sequence[int]) -> float:
+        return self.cluster.coalesced_us(kind, sizes_bytes, **self._placed(ranks))
+
+    def _placed(self, ranks: Sequence[int]) -> dict[str, int]:
+        """How many nodes hold ``ranks``, and how many of them each, as arguments of `Cluster`."""
         num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
-        return self.cluster.coalesced_us(
-            kind, sizes_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
-        )
+        return {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
 
     def copy_us(self, size_bytes: int) -> float:
         return self.cluster.memory_us(2 * size_bytes)
@@ -104,13 +100,11 @@ class ClusterCostModel:
         num_rough = 0
         for kind, size_bytes, ranks in collectives:
             known = kind if kind in COLLECTIVE_KINDS else "all_to_all"
-            nodes, local = placement(tuple(ranks), self.cluster.gpus_per_node)
-            error = self.cluster.collective_error(
-                known, size_bytes, num_nodes=nodes, ranks_per_node=local
-            )
+            where = self._placed(ranks)
+            error = self.cluster.collective_error(known, size_bytes, **where)
             of_collectives.append((self.collective_us(known, size_bytes, ranks), error))
             is_small = size_bytes < SMALL_BYTES and len(ranks) > 1
-            num_rough += is_small and not self.cluster.has_curve(known, nodes, local)
+            num_rough += is_small and not self.cluster.has_curve(known, **where)
         of_compute = ((us, self.cluster.compute_error(w)) for w, us in self._compute_us.items())
         return PriceErrors(
             self.name,

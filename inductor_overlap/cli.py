@@ -31,10 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; None: those of this process.
     """
     arguments = _parser().parse_args(argv)
-    # Ending by SystemExit, not by the signal, lets the demo end its ranks first.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, _exit)
+    unwind_when_terminated()
     run = _demo if arguments.command == "demo" else _calibrate
     console = Console()
     try:
@@ -42,6 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted")
         return _INTERRUPTED
+
+
+def unwind_when_terminated() -> None:
+    """Has SIGTERM and SIGHUP raise ``SystemExit``, so that what was started is ended first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _exit)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from inductor_overlap.passes.bucket_schedule import copies_us, is_fed_by_bucket
+from inductor_overlap.passes.bucket_schedule import copies_us, is_fed_by_bucket, members_of
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import Program
 
@@ -40,7 +40,7 @@ def _is_better_coalesced(
     saved_us = copies_us(program, bucket, is_fed_by_bucket(program, bucket, chosen))
     if saved_us <= 0.0 or forms == "fewer copies":
         return saved_us > 0.0
-    members = [program.by_name[name] for name in bucket.members]
+    members = members_of(program, bucket)
     kind, ranks = members[0].kind, members[0].ranks
     sizes_bytes = [member.size_bytes for member in members]
     packed_us = program.prices.collective_us(kind, sum(sizes_bytes), ranks)

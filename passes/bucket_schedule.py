@@ -68,10 +68,17 @@ class _Merged:
     """Names of tasks that the packing kernel does."""
 
 
+def members_of(program: Program, bucket: Bucket) -> list[FreeCollective]:
+    """The collectives of ``bucket``, in payload order."""
+    return [program.by_name[name] for name in bucket.members]
+
+
 def is_fed_by_bucket(program: Program, bucket: Bucket, buckets: Iterable[Bucket]) -> bool:
     """True if a packed bucket of ``buckets`` leaves its payload in one tensor (HSDP)."""
-    members = [program.by_name[name] for name in bucket.members]
+    members = members_of(program, bucket)
     followed = tuple(member.follows for member in members)
+    if not all(followed):
+        return False
     if not any(other.members == followed and other.form == "packed" for other in buckets):
         return False
     tasks = program.schedule.by_name
@@ -80,7 +87,7 @@ def is_fed_by_bucket(program: Program, bucket: Bucket, buckets: Iterable[Bucket]
 
 def _coalesce(program: Program, bucket: Bucket) -> _Merged:
     tasks = program.schedule.by_name
-    members = [program.by_name[name] for name in bucket.members]
+    members = members_of(program, bucket)
     starts = [tasks[member.name] for member in members]
     merged = _merged_collective(bucket, members)
     sizes_bytes = [member.size_bytes for member in members]
@@ -111,7 +118,7 @@ def _after_wait(wait: Task, start: str, bucket_wait: str, **fields: Any) -> Task
 
 
 def _merge(program: Program, bucket: Bucket, fed_by_bucket: bool) -> _Merged:
-    members = [program.by_name[name] for name in bucket.members]
+    members = members_of(program, bucket)
     starts = [program.schedule.by_name[member.name] for member in members]
     waits = [program.schedule.by_name[member.wait] for member in members]
     merged = _merged_collective(bucket, members)
@@ -221,7 +228,7 @@ def copies_us(program: Program, bucket: Bucket, fed_by_bucket: bool) -> float:
 
     A cast that the packing kernel absorbs is saved; it may make this negative.
     """
-    members = [program.by_name[name] for name in bucket.members]
+    members = members_of(program, bucket)
     unpack_us = sum(_unpack_us(program, member) for member in members)
     if fed_by_bucket:
         return unpack_us

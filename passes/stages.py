@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from inductor_overlap.passes.bucket_schedule import members_of
 from inductor_overlap.passes.defer_gradients import (
     WeightGradient,
     cheapest,
@@ -232,7 +233,7 @@ def _gather_groups(search: Search, trial: Trial) -> list[tuple[Group, float]]:
     buckets, _ = by_kind(program, trial.proposal.buckets)
     merged = {name for bucket in buckets for name in bucket.members}
     named: list[tuple[str, list[FreeCollective]]] = [
-        (bucket.name, [program.by_name[name] for name in bucket.members]) for bucket in buckets
+        (bucket.name, members_of(program, bucket)) for bucket in buckets
     ]
     named += [(g.name, [g]) for g in program.gathers if g.can_merge and g.name not in merged]
     for _, group in named:

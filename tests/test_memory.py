@@ -118,13 +118,13 @@ def _replayed(case: Schedule) -> list[int]:
     tasks = case.tasks
     done_at = {t.collective: i for i, t in enumerate(tasks) if t.kind == "wait"}
     profile: list[int] = []
-    for now in range(len(tasks)):
+    for at in range(len(tasks)):
         live = 0
         for name, buffer in case.buffers.items():
             users = [i for i, t in enumerate(tasks) if name in t.reads or name in t.writes]
             users += [done_at[tasks[i].name] for i in users if tasks[i].kind == "start"]
-            born = any(name in t.writes for t in tasks[: now + 1])
-            if born and (buffer.is_output or max(users) >= now):
+            born = any(name in t.writes for t in tasks[: at + 1])
+            if born and (buffer.is_output or max(users) >= at):
                 live += buffer.size_bytes
         profile.append(live)
     return profile
