@@ -117,7 +117,9 @@ class _Rank:
                 dist.barrier()
                 forward_s, backward_s, _optimizer_s, _loss = step(alone, self.tokens(0))
                 result.compute_s.append(forward_s + backward_s)
-                result.communication_s.append(self.communicate())
+                communication_s, cpu_s = self.communicate()
+                result.communication_s.append(communication_s)
+                result.communication_cpu_s.append(cpu_s)
         return result
 
     def calibrated(self) -> Cluster:
@@ -198,14 +200,14 @@ class _Rank:
             columns.append((5 * columns[-1] + 3) % vocab_size)
         return torch.stack(columns, dim=1)
 
-    def communicate(self) -> float:
-        """Seconds of a step's collectives, block by block, with nothing to compute."""
+    def communicate(self) -> tuple[float, float]:
+        """Seconds of a step's collectives, block by block, with nothing to compute; CPU time."""
         gathers, again, scatters = bucket_bytes(self.config)
         moves = [("gather", size) for size in (*gathers, *again)]
         moves += [("scatter", size) for size in scatters]
         buffers = [_buffers(size, self.spec.num_ranks) for _, size in moves]
         dist.barrier()
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         works: list[dist.Work | None] = []
         for (kind, _), (whole, part) in zip(moves, buffers, strict=True):
             if kind == "gather":
@@ -214,7 +216,7 @@ class _Rank:
                 works.append(dist.reduce_scatter_single(part, whole, async_op=True))
         for work in filter(None, works):
             work.wait()
-        return time.perf_counter() - begin_s
+        return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
 
     def live_bytes(self) -> int:
         gc.collect()

@@ -102,11 +102,13 @@ class RankResult:
         trained: by name of the contender.
         compute_s: forward plus backward of the compiled model without any communication.
         communication_s: the collectives of a step in block buckets, back to back.
+        communication_cpu_s: the CPU time that they took, of all threads.
     """
 
     trained: dict[str, Trained]
     compute_s: list[float] = field(default_factory=list[float])
     communication_s: list[float] = field(default_factory=list[float])
+    communication_cpu_s: list[float] = field(default_factory=list[float])
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
@@ -164,6 +166,7 @@ class Measured:
     rows: Mapping[str, Row] = field(default_factory=dict[str, Row])
     compute_s: float = 0.0
     communication_s: float = 0.0
+    communication_cpu_s: float = 0.0
     error: str = ""
 
     @property
@@ -176,6 +179,11 @@ class Measured:
     def floor_s(self) -> float:
         """Compute or communication alone, whichever is longer, and then the optimizer."""
         return max(self.compute_s, self.communication_s) + self.optimizer_s
+
+    @property
+    def cpu_s(self) -> float:
+        """What a rank's one core has to do: compute, its part of communication, the optimizer."""
+        return self.compute_s + self.communication_cpu_s + self.optimizer_s
 
     @property
     def ends_s(self) -> float:
@@ -206,6 +214,7 @@ def merge(rate_mbit: int, ranks: Sequence[RankResult]) -> Measured:
         {name: _row([rank.trained[name] for rank in ranks]) for name in names},
         _slowest_median([rank.compute_s for rank in ranks]),
         _slowest_median([rank.communication_s for rank in ranks]),
+        _slowest_median([rank.communication_cpu_s for rank in ranks]),
     )
 
 

@@ -1,7 +1,8 @@
 """Prints what the loopback benchmark measured: tables in Markdown, and a picture.
 
 Speeds are relative to FSDP2 eager, predictions come from the plugin's reports plus the measured
-optimizer step, the floor is the longer of compute and communication measured alone.
+optimizer step, the floor is the longer of compute and communication measured alone. Where a rank
+has one core, its CPU time is a floor too: that core computes and serves the network.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def rate_table(measured: Measured) -> str:
     lines = [f"{rate_name(measured.rate_mbit)}:", "", *_markdown(_HEADINGS, rows), ""]
     lines.append(
         f"Alone: compute {measured.compute_s:.3f} s, communication "
-        f"{measured.communication_s:.3f} s, optimizer {measured.optimizer_s:.3f} s; floor "
+        f"{measured.communication_s:.3f} s ({measured.communication_cpu_s:.3f} s of CPU time), "
+        f"optimizer {measured.optimizer_s:.3f} s; floor "
         f"{measured.floor_s:.3f} s, with the ends of the graphs "
         f"{measured.floor_s + measured.ends_s:.3f} s."
     )
@@ -69,12 +71,14 @@ def summary(measured: Sequence[Measured]) -> str:
     rows += [
         ["compute alone", *(_seconds(one.compute_s) for one in ran)],
         ["communication alone", *(_seconds(one.communication_s) for one in ran)],
+        ["its CPU time", *(_seconds(one.communication_cpu_s) for one in ran)],
         ["floor: the longer, and the optimizer", *(_seconds(one.floor_s) for one in ran)],
     ]
     standing = [
         ["FSDP2 eager / ours", *(_ratio(one.best([REFERENCE]), one.best(OURS)) for one in ran)],
         ["better torch pass / ours", *(_ratio(one.best(IN_TREE), one.best(OURS)) for one in ran)],
-        ["ours / (floor + ends)", *(_over_floor(one) for one in ran)],
+        ["ours / (floor + ends)", *(_over(one, one.floor_s + one.ends_s) for one in ran)],
+        ["ours / CPU time of a step", *(_over(one, one.cpu_s) for one in ran)],
         ["predicted / measured, ours auto", *(_prediction(one, "ours-auto") for one in ran)],
     ]
     tables = (_markdown(headings, rows), _markdown(["best of ours", *headings[1:]], standing))
@@ -142,9 +146,9 @@ def _ratio(slow: tuple[str, float] | None, fast: tuple[str, float] | None) -> st
     return "" if slow is None or fast is None else f"{slow[1] / fast[1]:.2f}"
 
 
-def _over_floor(measured: Measured) -> str:
+def _over(measured: Measured, least_s: float) -> str:
     best = measured.best(OURS)
-    return "" if best is None else f"{best[1] / (measured.floor_s + measured.ends_s):.2f}"
+    return "" if best is None else f"{best[1] / least_s:.2f}"
 
 
 def _prediction(measured: Measured, name: str) -> str:

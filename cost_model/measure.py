@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,12 @@ from inductor_overlap.cost_model.measure_collectives import (
     check_process_group,
     measure_collectives,
 )
-from inductor_overlap.cost_model.measure_compute import measure_compute
-from inductor_overlap.cost_model.measure_contention import measure_contention
-from inductor_overlap.cost_model.measurements import Measurement
+from inductor_overlap.cost_model.measure_compute import KernelMeasurement, measure_compute
+from inductor_overlap.cost_model.measure_contention import Contention, measure_contention
+
+_PHASES = 3
+"""Kernels are timed before, between and after the rest: clocks and neighbours change within a
+minute, and one odd phase of three leaves the median alone."""
 
 
 def calibrate_live(
@@ -59,20 +63,49 @@ def calibrate_live(
     on_cpu = "nccl" not in dist.get_backend()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     in_flight = known.queue_width
+    phases: list[list[KernelMeasurement]] = []
+
+    def measure_kernels() -> None:
+        if on_cpu and known.gpu == "cpu":
+            part = _part_of(progress, len(phases), _PHASES)
+            phases.append(measure_compute(part, budget_s / 6 / _PHASES))
+
+    measure_kernels()
     collectives = measure_collectives(
         sizes_bytes, kinds, device, progress, budget_s, where, in_flight
     )
-    measured: list[Measurement] = [*collectives]
-    if on_cpu and known.gpu == "cpu":
-        measured += measure_compute(progress, budget_s / 6)
-    fitted = calibrate(known, measured)
-    if not on_cpu or known.contention is not None:
-        return fitted
+    measure_kernels()
+    contention: Contention | None = None
+    if on_cpu and known.contention is None:
+        by_size = calibrate(known, collectives)
+        contention = measure_contention(
+            lambda kind, size_bytes: by_size.collective_us(
+                kind, size_bytes, num_nodes=where[0], ranks_per_node=where[1]
+            ),
+            budget_s / 8,
+            in_flight,
+        )
+    measure_kernels()
+    fitted = calibrate(known, [*collectives, *_medians(phases)])
+    return fitted if contention is None else _with_contention(fitted, contention)
 
-    def time_of_us(kind: str, size_bytes: int) -> float:
-        return fitted.collective_us(kind, size_bytes, num_nodes=where[0], ranks_per_node=where[1])
 
-    found = measure_contention(time_of_us, budget_s / 8, in_flight)
-    launch = {"collective_launch_us": found.launch_us}
-    overrides = tuple(sorted((dict(fitted.overrides) | launch).items()))
-    return replace(fitted, contention=found.factor, overrides=overrides)
+def _with_contention(cluster: Cluster, contention: Contention) -> Cluster:
+    launch = {"collective_launch_us": contention.launch_us}
+    overrides = tuple(sorted((dict(cluster.overrides) | launch).items()))
+    return replace(cluster, contention=contention.factor, overrides=overrides)
+
+
+def _part_of(progress: Progress | None, done: int, parts: int) -> Progress | None:
+    """``progress`` of one of several equal parts, of which ``done`` are done."""
+    if progress is None:
+        return None
+    return lambda what, share: progress(what, (done + share) / parts)
+
+
+def _medians(phases: Sequence[Sequence[KernelMeasurement]]) -> list[KernelMeasurement]:
+    """Each kernel's median over all phases."""
+    return [
+        replace(same[0], time_us=median(one.time_us for one in same))
+        for same in zip(*phases, strict=True)
+    ]

@@ -28,9 +28,10 @@ from inductor_overlap.cost_model.measure_collectives import (
 from inductor_overlap.cost_model.measurements import (
     AttentionMeasurement,
     MatmulMeasurement,
-    Measurement,
     MemoryMeasurement,
 )
+
+KernelMeasurement = MatmulMeasurement | AttentionMeasurement | MemoryMeasurement
 
 MATMULS = (
     (256, 256, 256),
@@ -53,12 +54,12 @@ BUDGET_S = 10.0
 """How long all kernels may take together."""
 _CPU = torch.device("cpu")
 
-_Case = tuple[Callable[[], object], Callable[[float], Measurement]]
+_Case = tuple[Callable[[], object], Callable[[float], KernelMeasurement]]
 
 
 def measure_compute(
     progress: Progress | None = None, budget_s: float = BUDGET_S
-) -> list[Measurement]:
+) -> list[KernelMeasurement]:
     """Times of CPU kernels with as many threads as this process uses.
 
     Args:

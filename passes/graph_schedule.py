@@ -142,12 +142,14 @@ class _Reader:
 
     @cached_property
     def chains(self) -> Mapping[str, int]:
-        """Tasks on uneven shards -> bytes they write: those of a cast or sum, else 0 (a view).
+        """Tasks on uneven shards -> bytes they write: of a cast, sum or pack, else 0 (a view).
 
         Padding and unpadding are left out, since only some ranks do them; sizes are padded.
         """
         chains = self._shared_heads() | self._sums()
         for collective in self.collectives:
+            if collective.pack and collective.kind == "all_gather":
+                chains[f"{collective.name}.pack"] = collective.input_bytes
             if collective.head:
                 casts = _dtypes(collective.head) != {collective.dtype}
                 chains[f"{collective.name}.prepare"] = collective.input_bytes if casts else 0

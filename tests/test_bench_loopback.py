@@ -188,6 +188,7 @@ RANKS = [
         },
         compute_s=[0.5, 0.6, 0.7],
         communication_s=[0.8, 0.8, 0.8],
+        communication_cpu_s=[0.1, 0.2, 0.3],
     ),
     results.RankResult(
         {
@@ -200,6 +201,7 @@ RANKS = [
         },
         compute_s=[0.4, 0.9, 0.7],
         communication_s=[0.8, 0.7, 0.8],
+        communication_cpu_s=[0.3, 0.1, 0.1],
     ),
 ]
 MEASURED = results.merge(400, RANKS)
@@ -220,6 +222,8 @@ def test_the_floor_is_the_longer_and_the_optimizer() -> None:
     assert MEASURED.optimizer_s == 1.0
     assert MEASURED.floor_s == pytest.approx(1.8)
     assert MEASURED.ends_s == pytest.approx(0.2)
+    # CPU time of communication: 0.3, 0.2 and 0.3 s; compute 0.7, optimizer 1.
+    assert MEASURED.cpu_s == pytest.approx(2.0)
     assert MEASURED.rows["ours-auto"].predicted_s == pytest.approx(2.8)
 
 
@@ -254,6 +258,7 @@ def test_the_summary_compares_ours_with_the_rest() -> None:
     assert rows["FSDP2 eager / ours"] == ["2.00"]
     assert rows["better torch pass / ours"] == ["1.50"]
     assert rows["ours / (floor + ends)"] == ["1.00"]
+    assert rows["ours / CPU time of a step"] == ["1.00"]
     assert rows["predicted / measured, ours auto"] == ["1.40"]
     assert "rank 0:\nno" in table.rate_table(failed)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
+from inductor_overlap.cost_model import measure
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.detect import Surroundings, read_surroundings
 from inductor_overlap.cost_model.measure import calibrate_live
 from inductor_overlap.cost_model.measure_collectives import measure_collectives
 from inductor_overlap.cost_model.measure_contention import measure_contention
+from inductor_overlap.cost_model.measurements import MatmulMeasurement
 from inductor_overlap.cost_model.profile_file import read_profile
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,7 @@ class Seen:
     fitted: Cluster
     progress: list[tuple[str, float]]
     bounded: list[int]
+    matmul_us: float
 
 
 def look() -> Seen:
@@ -51,7 +55,18 @@ def look() -> Seen:
         fitted=fitted,
         progress=progress,
         bounded=[m.size_bytes for m in bounded],
+        matmul_us=_MATMUL.predicted_us(_fitted_through_a_fast_phase()),
     )
+
+
+_MATMUL = MatmulMeasurement(1, 512, 512, 512, "fp32", 2000.0)
+
+
+def _fitted_through_a_fast_phase() -> Cluster:
+    """Of a machine on which the same kernel takes 2, then 1, then 2 ms."""
+    phases = iter([[_MATMUL], [replace(_MATMUL, time_us=1000.0)], [_MATMUL]])
+    with patch.object(measure, "measure_compute", lambda *_: next(phases)):
+        return calibrate_live(sizes_bytes=SIZES, kinds=("all_gather",), budget_s=0.1)
 
 
 def _refusal(sizes: tuple[int, ...], kind: str) -> str:
@@ -84,6 +99,12 @@ def test_all_ranks_measure_the_same_and_fit_the_same_cluster(seen: list[Seen]) -
 def test_progress_ends_at_all_of_it(seen: list[Seen]) -> None:
     last = dict(seen[0].progress)
     assert last == {"sizes": 1.0, "collectives": 1.0, "compute": 1.0}
+
+
+@pytest.mark.gloo
+def test_a_phase_in_which_the_machine_is_fast_counts_for_nothing(seen: list[Seen]) -> None:
+    for rank in seen:
+        assert rank.matmul_us == pytest.approx(2000.0, rel=1e-3)
 
 
 @pytest.mark.gloo

@@ -128,3 +128,26 @@ def test_what_was_left_out_is_said_of_coalesced_buckets_too() -> None:
     left_out = 6 - len(bucket.members)
     assert (bucket.form, left_out > 0) == ("coalesced", True)
     assert sum("is left out of its bucket" in warning for warning in outcome.warnings) == left_out
+
+
+def test_packing_takes_the_same_on_ranks_that_pad_and_as_planned() -> None:
+    prices = ClusterCostModel(io.Cluster.preset("cpu-gloo"))
+    packing_us: list[float] = []
+    for rows in (64, 40):
+        b = GraphBuilder(group_size=2)
+        low = torch.bfloat16
+        shards = [b.parameter(f"layers.{i}.w", rows, 512) for i in range(4)]
+        x, back = b.input("x", 512, 128, dtype=low), b.input("back", 512, 128, dtype=low)
+        for shard in shards:
+            x = b.mm(b.mm(x, b.gather(b.pad_rows(b.cast(shard, low), 64))), back)
+        gm = b.output(x)
+        program = read_graph(gm.graph, prices).program
+        outcome = overlap_graph(
+            gm.graph, prices, parse_wrap(ONE_BUCKET), memory_limit_bytes=float(2**30)
+        )
+        (bucket,) = outcome.plan.buckets
+        planned = bucket_program(program, outcome.plan.buckets).schedule.by_name
+        read = outcome.schedule_after.by_name
+        packing_us += [s[f"{bucket.name}.pack"].duration_us for s in (planned, read)]
+    assert packing_us[0] > 0
+    assert packing_us[1:] == pytest.approx([packing_us[0]] * 3)

@@ -7,9 +7,11 @@ is opened, so tests may run side by side.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -58,7 +60,7 @@ def run_ranks(
             sender.close()
             ranks.append((process, receiver))
         try:
-            answers = _collect([receiver for _, receiver in ranks], timeout_s)
+            answers = _collect(ranks, timeout_s)
         finally:
             for process, _ in ranks:
                 _stop(process)
@@ -75,6 +77,7 @@ def _rank_main(
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    faulthandler.enable()  # says where a rank was that a signal ends
     try:
         store = dist.FileStore(  # pyright: ignore[reportPrivateImportUsage]
             store_path, world_size
@@ -96,8 +99,11 @@ def _pack(kind: str, payload: Any) -> bytes:
     return pickle.dumps((kind, payload))
 
 
-def _collect(receivers: Sequence[Connection], timeout_s: float) -> dict[int, tuple[str, Any]]:
+def _collect(
+    ranks: Sequence[tuple[BaseProcess, Connection]], timeout_s: float
+) -> dict[int, tuple[str, Any]]:
     """Answers by rank; stops early, after a grace period, once one rank has failed."""
+    receivers = [receiver for _, receiver in ranks]
     deadline_s = time.monotonic() + timeout_s
     answers: dict[int, tuple[str, Any]] = {}
     while len(answers) < len(receivers):
@@ -107,17 +113,20 @@ def _collect(receivers: Sequence[Connection], timeout_s: float) -> dict[int, tup
             break
         for receiver in ready:
             rank = receivers.index(receiver)  # pyright: ignore[reportArgumentType]
-            answers[rank] = _receive(receivers[rank])
+            answers[rank] = _receive(*ranks[rank])
         if any(kind != "ok" for kind, _ in answers.values()):
             deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
     return answers
 
 
-def _receive(receiver: Connection) -> tuple[str, Any]:
+def _receive(process: BaseProcess, receiver: Connection) -> tuple[str, Any]:
     try:
         return pickle.loads(receiver.recv_bytes())
     except EOFError:
-        return "error", "the process ended without an answer"
+        process.join(timeout=_GRACE_S)
+        code = process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return "error", f"the process ended without an answer: {how}"
 
 
 def _stop(process: BaseProcess) -> None:
