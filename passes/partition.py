@@ -30,7 +30,7 @@ _TINY = 0.25
 """A gather is tiny if its bytes take less than this share of a latency."""
 _LONGEST_GROUP = 32
 """Members of one bucket that `by_deadline` considers at most."""
-_MOST_STATES = 8
+_MOST_STATES = 4
 """Ways to have merged the first gathers that `by_deadline` goes on from."""
 
 

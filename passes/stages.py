@@ -1,6 +1,7 @@
 """The stages of ``wrap="auto"``: each proposes around the best trials of the one before.
 
-1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`;
+1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`, these
+   in the forms that are best for the first three;
 2. forms: which buckets are coalesced, here and again before the last stage;
 3. reductions: how much of what waits for the link together is merged;
 4. weight gradients: how much of them is deferred (`defer_gradients`);
@@ -104,6 +105,7 @@ def _try_buckets(search: Search) -> None:
     search.try_orders(Proposal("blocks", tuple(blocks)))
     greedy = GreedyWrap().buckets(program, memory_limit_bytes=search.memory_limit_bytes)
     search.try_orders(Proposal("greedy", tuple(greedy)))
+    try_forms(search, 1)
     _try_gathers(search, "single gathers", [])
     _try_gathers(search, "tiny gathers together", by_latency(program, 0.0))
     for factor in _GATHER_LATENCIES:
@@ -115,9 +117,15 @@ def _try_buckets(search: Search) -> None:
 
 
 def _try_gathers(search: Search, label: str, groups: list[Group]) -> bool:
-    """Try one partition of the gathers; False if what came of it is over the limit."""
+    """Try one partition of the gathers, in the forms of the best trial so far.
+
+    False if what came of it is over the limit.
+    """
     before = len(search.trials)
-    _try_merged(search, Proposal(label, tuple(to_buckets(groups))), (_FIRST_MERGE,))
+    proposal = Proposal(label, tuple(to_buckets(groups)))
+    for best in search.best(1):
+        proposal = replace(proposal, forms=best.proposal.forms)
+    _try_merged(search, proposal, (_FIRST_MERGE,))
     tried = search.trials[before:]
     return not tried or any(map(search.fits, tried))
 
