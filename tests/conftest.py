@@ -45,6 +45,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(os.environ.pop(_CACHE_DIR), ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with compiles and ranks first: a long file that starts last runs alone."""
+    slow = {item.path for item in items if item.get_closest_marker("quick") is None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     import torch
