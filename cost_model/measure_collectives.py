@@ -8,8 +8,8 @@ a rate limit lets what an idle time has saved up pass in a burst, which in a ste
 To leave none, a sample begins with collectives that are not timed, and a round goes from large
 sizes to small ones without a pause. A round visits every case once, so that a disturbance
 does not fall on one case alone, and a case has the median of its samples. Sizes rise until the next
-would take too long, and slow cases are sampled less often, so the whole takes a bounded time on any
-network; where the sizes end the formulas continue.
+would take too long, and the largest are sampled least often, so the whole takes a bounded time on
+any network; where the sizes end the formulas continue.
 
 Every rank must call `measure_collectives`, and every rank gets the same list: counts and times are
 agreed by all-reduce. Refused (``ValueError``): no process group, a single rank, bad sizes, an
@@ -40,9 +40,10 @@ DEFAULT_SIZES = tuple(2**exponent for exponent in range(10, 27))
 """1 KiB to 64 MiB in steps of 2: small gradients to large buckets."""
 BUDGET_S = 60.0
 """How long all kinds and sizes may take together, whatever the network."""
-FIRST_SHARE = 0.75
+FIRST_SHARE = 0.5
 """Share of the budget for a first sample of every size."""
-SAMPLES = 20
+SAMPLES = 11
+"""Further samples of a case, as far as the budget goes: a few disturbed ones leave their median."""
 SAMPLE_US = 20e3
 """Length of what is timed in a sample, at least one collective for each in flight."""
 MAX_RUNS = 200
@@ -66,7 +67,6 @@ class Case:
     in_flight: int
     first_us: float
     samples_us: list[float] = field(default_factory=list[float])
-    spent_s: float = 0.0
 
     @property
     def time_us(self) -> float:
@@ -86,15 +86,17 @@ class Case:
         """About ``count`` collectives, as many for each that is in flight."""
         return self.in_flight * max(1, round(count / self.in_flight))
 
-    def has_time(self, share_s: float) -> bool:
-        """Whether one more sample keeps the case within ``share_s``."""
-        return self.spent_s + (self.lead + self.runs) * self.time_us * 1e-6 <= share_s
+    @property
+    def takes_s(self) -> float:
+        """How long one more sample takes."""
+        return (self.lead + self.runs) * self.time_us * 1e-6
 
-    def sample(self, device: torch.device) -> None:
+    def sample(self, device: torch.device) -> float:
+        """Takes a sample; returns how long it took (s)."""
         runs, lead = self.runs, self.lead
         sample_us = _sample_us(self.kind, self.size_bytes, lead, runs, self.in_flight, device)
         self.samples_us.append(sample_us)
-        self.spent_s += (lead + runs) * sample_us * 1e-6
+        return (lead + runs) * sample_us * 1e-6
 
 
 def measure_collectives(
@@ -131,7 +133,7 @@ def measure_collectives(
     on = torch.device(device)
     cases = _first_samples(sizes, kinds, in_flight, on, FIRST_SHARE * budget_s, report)
     left_s = budget_s - 1e-6 * sum(case.in_flight * case.first_us for case in cases)
-    _further_samples(cases, on, left_s / len(cases), report)
+    _further_samples(cases, on, left_s, report)
     where = placement or _placement()
     streams = {(c.kind, c.size_bytes): c.time_us for c in cases if c.in_flight > 1}
     return [
@@ -202,15 +204,30 @@ def _first_samples(
 
 
 def _further_samples(
-    cases: Sequence[Case], device: torch.device, share_s: float, progress: Progress
+    cases: Sequence[Case], device: torch.device, budget_s: float, progress: Progress
 ) -> None:
-    """Samples of every case in turn, large ones first, each as often as ``share_s`` allows."""
-    falling = sorted(cases, key=lambda case: -case.size_bytes)
+    """Rounds of samples, each from large ones to small ones."""
+    left_s = budget_s
     for number in range(SAMPLES):
-        for case in falling:
-            if case.has_time(share_s):
-                case.sample(device)
+        chosen = in_round(cases, SAMPLES - number, left_s)
+        for case in sorted(chosen, key=lambda case: -case.size_bytes):
+            left_s -= case.sample(device)
         progress("collectives", (number + 1) / SAMPLES)
+
+
+def in_round(cases: Sequence[Case], rounds_left: int, left_s: float) -> list[Case]:
+    """What the next round samples: what ``left_s`` pays for in every round left, the short first.
+
+    Of the others what is then left pays for one more sample, the short first again.
+    """
+    chosen: list[Case] = []
+    for case in sorted(cases, key=lambda case: case.takes_s):
+        for samples in (rounds_left, 1):
+            if samples * case.takes_s <= left_s:
+                left_s -= samples * case.takes_s
+                chosen.append(case)
+                break
+    return chosen
 
 
 def _sample_us(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inductor_overlap.cost_model import measure_collectives
-from inductor_overlap.cost_model.measure_collectives import Case, stream
+from inductor_overlap.cost_model.measure_collectives import Case, in_round, stream
 from inductor_overlap.cost_model.measure_contention import Contention, Loss, contention_of
 
 pytestmark = pytest.mark.quick
@@ -53,8 +53,22 @@ def test_a_sample_lasts_its_time_and_counts_for_each_in_flight() -> None:
     # Of long ones as many as are in flight, before and in the sample.
     case = Case("all_gather", 2**26, in_flight=2, first_us=1e6)
     assert (case.runs, case.lead) == (2, 2)
-    assert case.has_time(4.0)
-    assert not case.has_time(3.9)
+    assert case.takes_s == pytest.approx(4.0)
+
+
+def test_the_budget_goes_to_short_samples_first() -> None:
+    # Alone and with a lead of one they take 0.2, 0.8 and 2 s (two of 0.1, 0.4 and 1 s each).
+    short, longer, longest = (Case("all_gather", 2**26, 1, us) for us in (1e5, 4e5, 1e6))
+    cases = [longest, longer, short]
+    # 5 rounds of the short one take 1 s, of the longer one 4 s, of the longest 10 s.
+    assert in_round(cases, 5, 15.0) == [short, longer, longest]
+    # 2 s are left: one sample of the longest. 1.9 s: none.
+    assert in_round(cases, 5, 7.0) == [short, longer, longest]
+    assert in_round(cases, 5, 6.9) == [short, longer]
+    # The longer one once, then 1.1 s are left.
+    assert in_round(cases, 5, 2.9) == [short, longer]
+    assert in_round(cases, 5, 1.7) == [short]
+    assert in_round(cases, 5, 0.1) == []
 
 
 def test_a_case_has_the_median_of_its_samples_and_its_first_only_for_want_of_others() -> None:
