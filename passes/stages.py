@@ -1,7 +1,7 @@
 """The stages of ``wrap="auto"``: each proposes around the best trials of the one before.
 
-1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`, these
-   in the forms that are best for the first three;
+1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`, each
+   in the forms of the best trial before it;
 2. forms: which buckets are coalesced, here and again before the last stage;
 3. reductions: how much of what waits for the link together is merged;
 4. weight gradients: how much of them is deferred (`defer_gradients`);
