@@ -273,12 +273,15 @@ def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:
             return False
         inputs = current.all_input_nodes
         is_behind = not behind.isdisjoint(inputs)
+        is_related = is_behind or not inside.isdisjoint(inputs)
+        if not is_related and current not in missing:
+            continue
         joins = not is_behind and (is_fusible(current) or is_view(current))
         if current in missing:
             missing.discard(current)
             if not missing or not joins:
                 return not missing and not is_behind
-        if is_behind or not inside.isdisjoint(inputs):
+        if is_related:
             (inside if joins else behind).add(current)
         if len(inside) + len(behind) > MAX_FUSION_SIZE:
             return False

@@ -18,7 +18,7 @@ from inductor_overlap.passes.plan import Bucket, Plan
 from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.robust_choice import robust_choice
 from inductor_overlap.passes.search import Proposal, Search, Trial
-from inductor_overlap.passes.stages import search_all, try_forms
+from inductor_overlap.passes.stages import search_all
 
 INPUT_ORDER = "input order"
 _MOST_CHOICES = 6
@@ -88,16 +88,29 @@ def parse_wrap(wrap: object) -> Policy:
 
 
 def rank_choices(
-    program: Program, policy: Policy, *, memory_limit_bytes: float, is_backward: bool = False
+    program: Program,
+    policy: Policy,
+    *,
+    memory_limit_bytes: float,
+    bound_us: float = 0.0,
+    is_backward: bool = False,
 ) -> Ranking:
     """The input order and what ``policy`` proposes, best first; all within the limit.
+
+    Args:
+        program: to schedule.
+        policy: see `parse_wrap`.
+        memory_limit_bytes: for live bytes.
+        bound_us: a lower bound of the step; the nearer the best plan, the shorter the search.
+        is_backward: a manual wrap list need not match.
 
     Raises:
         MemoryLimitError: Not even the input order fits.
         WrapError: A manual wrap list does not fit the model.
     """
     unchanged = Choice(_plan(INPUT_ORDER, (), program), program, simulate(program.schedule))
-    search = Search(program, memory_limit_bytes, is_coarse=isinstance(policy, AutoWrap))
+    is_coarse = isinstance(policy, AutoWrap)
+    search = Search(program, memory_limit_bytes, bound_us, is_coarse)
     _run(search, policy, is_backward)
     fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
     best = robust_choice(search.best())[:_MOST_CHOICES]
@@ -113,17 +126,22 @@ def rank_choices(
 
 
 def _run(search: Search, policy: Policy, is_backward: bool) -> None:
-    if isinstance(policy, ManualWrap):
+    if isinstance(policy, AutoWrap):
+        search_all(search)
+    elif isinstance(policy, ManualWrap):
         buckets = policy.buckets(search.program, require_match=not is_backward)
-        search.try_orders(Proposal("manual", tuple(buckets)))
-        try_forms(search, 1)
+        _try_given(search, "manual", buckets)
     elif isinstance(policy, GreedyWrap):
         limit_bytes = search.memory_limit_bytes
         buckets = policy.buckets(search.program, memory_limit_bytes=limit_bytes)
-        search.try_orders(Proposal("greedy", tuple(buckets)))
-        try_forms(search, 1)
-    elif isinstance(policy, AutoWrap):
-        search_all(search)
+        _try_given(search, "greedy", buckets)
+
+
+def _try_given(search: Search, kind: str, buckets: Sequence[Bucket]) -> None:
+    """Try ``buckets`` in every order, and the best of those in every form."""
+    search.try_orders(Proposal(kind, tuple(buckets)))
+    for trial in search.best(1):
+        search.try_forms(trial)
 
 
 def _choice(search: Search, trial: Trial) -> Choice:

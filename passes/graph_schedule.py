@@ -96,6 +96,7 @@ class _Reader:
         self.task_of: dict[fx.Node, str] = {}
         self.nodes: dict[str, list[fx.Node]] = defaultdict(list)
         self.first_wait: dict[str, str] = {}
+        self.barriers = frozenset(node for node in graph.nodes if is_barrier(node))
         self._assign_tasks()
 
     def read(self) -> GraphProgram:
@@ -210,7 +211,7 @@ class _Reader:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.storages.add_input(node)
-        links = _Links(movable)
+        links = _Links(movable, self.barriers)
         tasks: list[Task] = []
         done: set[str] = set()
         for node in self.graph.nodes:
@@ -377,7 +378,7 @@ class _Reader:
         phases: dict[fx.Node, str] = {}
         barriers = 0
         for node in self.graph.nodes:
-            barriers += is_barrier(node)
+            barriers += node in self.barriers
             depth[node] = max((depth[arg] for arg in node.all_input_nodes), default=0)
             phases[node] = f"{barriers}.{depth[node]}"
             depth[node] += node in free
@@ -402,7 +403,7 @@ class _Reader:
         """
         behind: set[fx.Node] = set()
         for node in self.graph.nodes:
-            if is_barrier(node):
+            if node in self.barriers:
                 behind.clear()
             behind.add(node)
         found: dict[str, tuple[str, ...]] = {}
@@ -460,8 +461,9 @@ def neutral(collective: Collective, start: str, wait: str) -> FreeCollective:
 class _Links:
     """Order dependences that data flow does not show: barriers and in-place writes."""
 
-    def __init__(self, movable: set[str]) -> None:
+    def __init__(self, movable: set[str], barriers: frozenset[fx.Node]) -> None:
         self._movable = movable
+        self._barriers = barriers
         self._since_barrier: list[str] = []
         self._barrier = ""
         self._readers: dict[str, list[str]] = defaultdict(list)
@@ -472,7 +474,7 @@ class _Links:
     ) -> list[str]:
         """What ``name`` must come after; ``reads`` and ``writes`` name memory it works on."""
         deps = [self._writer[memory] for memory in reads if memory in self._writer]
-        if any(is_barrier(node) for node in nodes):
+        if not self._barriers.isdisjoint(nodes):
             deps += self._since_barrier
             self._barrier, self._since_barrier = name, []
         elif name in self._movable:

@@ -95,29 +95,34 @@ def overlap_graph(
     """
     source = read_graph(graph, prices)
     before = simulate(source.program.schedule)
+    bound = lower_bound(source.program.for_bound())
     limits = _limits(before, memory_limit_bytes)
     if not source.program.collectives or _is_planned(source):
         notes = _over_limit(source, before, limits[-1])
-        return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], notes)
+        return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], notes)
     warnings: list[str] = []
     for limit in limits:
         ranking = rank_choices(
-            source.program, policy, memory_limit_bytes=limit, is_backward=is_backward(graph)
+            source.program,
+            policy,
+            memory_limit_bytes=limit,
+            bound_us=bound.step_us,
+            is_backward=is_backward(graph),
         )
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
             moved, _ = _carry_out(graph, held.choice, source, held.buckets)
             warnings += held.choice.notes
-            plan = held.choice.plan
-            return _outcome(source, held.final, before, held.after, plan, moved, limit, warnings)
+            plan, final, after = held.choice.plan, held.final, held.after
+            return _outcome(source, final, bound, before, after, plan, moved, limit, warnings)
     if before.peak_bytes > limits[-1]:
         raise MemoryLimitError(
             f"the graph peaks at {before.peak_bytes} bytes, the limit is {limits[-1]:.0f}, and "
             f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb to "
             f"{math.ceil(before.peak_bytes / 2**30 * 1e6) / 1e6:.6f}, the graph's own peak"
         )
-    return _outcome(source, source, before, before, _no_plan(), 0, limits[-1], warnings)
+    return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], warnings)
 
 
 def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> tuple[str, ...]:
@@ -234,6 +239,7 @@ def _copy(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 def _outcome(
     source: GraphProgram,
     final: GraphProgram,
+    bound: LowerBound,
     before: Timeline,
     after: Timeline,
     plan: Plan,
@@ -246,7 +252,7 @@ def _outcome(
         schedule_after=final.program.schedule,
         before=before,
         after=after,
-        bound=lower_bound(source.program.for_bound()),
+        bound=bound,
         plan=plan,
         num_collectives_before=len(source.collectives),
         num_collectives_after=len(final.collectives),

@@ -35,6 +35,8 @@ _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
 """Sets of buckets whose forms are kept, likewise."""
+_TASKS_OF_GAP = 2_000_000
+"""Tasks that are worth ordering for a whole step to be gained: 20,000 for a gap of 1 %."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,17 @@ class Trial:
 class Search:
     """All trials on one program under one memory limit.
 
-    ``is_coarse``: on the coarse program; worth it for many trials, since orders are a little
-    better on the whole one where memory is tight.
+    ``bound_us``: no step of the program is shorter. ``is_coarse``: on the coarse program; worth it
+    for many trials, since orders are a little better on the whole one where memory is tight.
+    ``num_ordered``: tasks that have been ordered, in all trials.
     """
 
     program: Program
     memory_limit_bytes: float
+    bound_us: float = 0.0
     is_coarse: bool = True
     trials: list[Trial] = field(default_factory=list[Trial])
+    num_ordered: int = 0
 
     def __post_init__(self) -> None:
         whole = CoarseProgram(self.program, {})
@@ -147,6 +152,12 @@ class Search:
     def step_us(self, trial: Trial) -> float:
         """The step of ``trial``; inf if it is over the limit."""
         return trial.timeline.step_us if self.fits(trial) else math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what the best trial could still gain is less than what looking for it costs."""
+        best_us = min(map(self.step_us, self.trials), default=math.inf)
+        return (best_us - self.bound_us) * _TASKS_OF_GAP <= self.num_ordered * self.bound_us
 
     def fits(self, trial: Trial) -> bool:
         return trial.timeline.peak_bytes <= self.memory_limit_bytes
@@ -215,6 +226,7 @@ class Search:
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
             ordered = bucketed.schedule.reordered(proposal.order.write(bucketed, allowed))
+            self.num_ordered += len(ordered.tasks)
             trial = Trial(proposal, ordered, simulate(ordered), notes)
             excess = trial.timeline.peak_bytes - self.memory_limit_bytes
             if excess <= 0 or math.isinf(self.memory_limit_bytes) or proposal.order.one_ahead:

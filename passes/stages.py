@@ -8,15 +8,16 @@
 5. order: how early gathers start, and on a clock on which communication is slower;
 6. a hill climb on the boundaries of the gathers' buckets.
 
-Every bound is a count, never a time, so that all ranks do the same. The constants were chosen on
-Llama graphs from 8B to 405B at 45 to 350 GB/s; none is a time or a size.
+The stages end early once the best trial is near the lower bound (`Search.is_settled`). Every bound
+is a count, never a time, so that all ranks do the same. The constants were chosen on Llama graphs
+from 8B to 405B at 45 to 350 GB/s; none is a time or a size.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -69,21 +70,32 @@ _MOST_CLIMBS = 24
 
 
 def search_all(search: Search) -> None:
-    """Run every stage on ``search``."""
-    _try_buckets(search)
-    try_forms(search, 2)
+    """Run the stages on ``search`` until it is settled."""
+    for _ in _stages(search):
+        if search.is_settled:
+            return
+
+
+# What follows generates None after each proposal that was tried.
+_Stage = Generator[None]
+
+
+def _stages(search: Search) -> _Stage:
+    yield from _try_buckets(search)
+    yield from _try_forms(search, 2)
     if search.program.reductions:
-        _try_merges(search)
-        _try_deferral(search)
-    _try_orders(search)
-    try_forms(search, 1)
-    _climb(search)
+        yield from _try_merges(search)
+        yield from _try_deferral(search)
+    yield from _try_orders(search)
+    yield from _try_forms(search, 1)
+    yield from _climb(search)
 
 
-def try_forms(search: Search, number: int) -> None:
+def _try_forms(search: Search, number: int) -> _Stage:
     """Try the best trials with their buckets in other forms."""
     for trial in search.best(number):
         search.try_forms(trial)
+        yield
 
 
 def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, FreeCollective]]:
@@ -98,25 +110,29 @@ def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, Fr
     return keyed
 
 
-def _try_buckets(search: Search) -> None:
+def _try_buckets(search: Search) -> _Stage:
     program = search.coarse.program
     search.try_orders(Proposal("single"))
+    yield
     blocks = make_buckets(repeated_blocks(program.collectives))
     search.try_orders(Proposal("blocks", tuple(blocks)))
+    yield
     greedy = GreedyWrap().buckets(program, memory_limit_bytes=search.memory_limit_bytes)
     search.try_orders(Proposal("greedy", tuple(greedy)))
-    try_forms(search, 1)
-    _try_gathers(search, "single gathers", [])
-    _try_gathers(search, "tiny gathers together", by_latency(program, 0.0))
+    yield
+    yield from _try_forms(search, 1)
+    yield from _try_gathers(search, "single gathers", [])
+    yield from _try_gathers(search, "tiny gathers together", by_latency(program, 0.0))
     for factor in _GATHER_LATENCIES:
         groups = by_latency(program, factor)
-        if not _try_gathers(search, f"gathers of {factor:g} latencies", groups):
+        fits = yield from _try_gathers(search, f"gathers of {factor:g} latencies", groups)
+        if not fits:
             break  # larger buckets take more memory
     for label, groups in _cuts_by_deadline(program):
-        _try_gathers(search, label, groups)
+        yield from _try_gathers(search, label, groups)
 
 
-def _try_gathers(search: Search, label: str, groups: list[Group]) -> bool:
+def _try_gathers(search: Search, label: str, groups: list[Group]) -> Generator[None, None, bool]:
     """Try one partition of the gathers, in the forms of the best trial so far.
 
     False if what came of it is over the limit.
@@ -125,7 +141,7 @@ def _try_gathers(search: Search, label: str, groups: list[Group]) -> bool:
     proposal = Proposal(label, tuple(to_buckets(groups)))
     for best in search.best(1):
         proposal = replace(proposal, forms=best.proposal.forms)
-    _try_merged(search, proposal, (_FIRST_MERGE,))
+    yield from _try_merged(search, proposal, (_FIRST_MERGE,))
     tried = search.trials[before:]
     return not tried or any(map(search.fits, tried))
 
@@ -138,12 +154,12 @@ def _cuts_by_deadline(program: Program) -> Iterator[tuple[str, list[Group]]]:
     yield "gathers by deadline, slower network", by_deadline(slower)
 
 
-def _try_merges(search: Search) -> None:
+def _try_merges(search: Search) -> _Stage:
     for trial in search.best(2):
-        _try_merged(search, trial.proposal, _MERGES)
+        yield from _try_merged(search, trial.proposal, _MERGES)
 
 
-def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> None:
+def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> _Stage:
     """Try ``proposal`` with what is pending together merged, up to so many latencies each.
 
     Gathers start early; where memory or the network are tight, other orders are better, so that of
@@ -153,7 +169,7 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
     orders = dict.fromkeys((EARLY, *(trial.proposal.order for trial in search.best(1))))
     proposal = replace(proposal, buckets=gathers)
     if not search.program.reductions:
-        _try_each(search, proposal, orders)
+        yield from _try_each(search, proposal, orders)
         return
     bucketed = search.bucketed(proposal)
     for factor in factors:
@@ -162,19 +178,21 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
             groups = pending_together(search.program, bucketed, factor, search.memory_limit_bytes)
         pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
         kind = f"{_without_merge(proposal.kind)}; reductions of {factor:g} latencies"
-        _try_each(search, replace(proposal, kind=kind, buckets=(*gathers, *pending)), orders)
+        merged = replace(proposal, kind=kind, buckets=(*gathers, *pending))
+        yield from _try_each(search, merged, orders)
 
 
-def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> None:
+def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> _Stage:
     for order in orders:
         search.try_one(replace(proposal, order=order))
+        yield
 
 
 def _without_merge(kind: str) -> str:
     return kind.partition("; reductions")[0]
 
 
-def _try_deferral(search: Search) -> None:
+def _try_deferral(search: Search) -> _Stage:
     gradients = weight_gradients(search.coarse.program)
     if not gradients:
         return
@@ -184,50 +202,52 @@ def _try_deferral(search: Search) -> None:
             best_us = trial.timeline.step_us
             for amount in _DEFERRED:
                 deferred = tuple(pick(gradients, amount * longest_us))
-                step_us = _try_deferred(search, trial.proposal, deferred)
+                step_us = yield from _try_deferred(search, trial.proposal, deferred)
                 if step_us > best_us:
                     break
                 best_us = step_us
     for trial in search.best(1):
-        _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
+        yield from _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
 
 
 def _try_deferred(
     search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]
-) -> float:
+) -> Generator[None, None, float]:
     """The step within the limit that deferring so much leads to; of nothing, 0."""
     if not deferred:
         return 0.0
     kind = f"{_without_merge(proposal.kind)}, {len(deferred)} gradients deferred"
     before = len(search.trials)
-    _try_merged(search, replace(proposal, kind=kind, deferred=deferred), (_FIRST_MERGE,))
+    merged = replace(proposal, kind=kind, deferred=deferred)
+    yield from _try_merged(search, merged, (_FIRST_MERGE,))
     return min(map(search.step_us, search.trials[before:]), default=math.inf)
 
 
-def _try_orders(search: Search) -> None:
+def _try_orders(search: Search) -> _Stage:
     for trial in search.best(2):
-        _try_each(search, trial.proposal, (*search.orders(), *_SLOWER_ORDERS))
+        yield from _try_each(search, trial.proposal, (*search.orders(), *_SLOWER_ORDERS))
 
 
-def _climb(search: Search) -> None:
+def _climb(search: Search) -> _Stage:
     """Move boundaries of gather buckets, at the longest stall first, while that pays."""
     for best in search.best(1):
         left = min(_MOST_CLIMBS, _CLIMBED_TASKS // max(1, len(best.schedule.tasks)))
         while left > 0:
-            tried = _first_better(search, best, left)
+            tried = yield from _first_better(search, best, left)
             left -= tried
             if search.best(1)[0] is best:
                 return
             best = search.best(1)[0]
 
 
-def _first_better(search: Search, best: Trial, tries: int) -> int:
+def _first_better(search: Search, best: Trial, tries: int) -> Generator[None, None, int]:
     """Try neighbours of ``best`` until one is better; returns how many were tried."""
     _, reductions = by_kind(search.program, best.proposal.buckets)
     tried = 0
     for groups in islice(_neighbours(_gather_groups(search, best)), tries):
         buckets = (*to_buckets(groups), *reductions)
         search.try_one(replace(best.proposal, buckets=buckets, is_moved=True))
+        yield
         tried += 1
         if search.trials[-1].merit < best.merit and search.best(1)[0] is not best:
             break
