@@ -247,8 +247,11 @@ class _Reader:
 
     def _memory(self, node: fx.Node) -> tuple[str, ...]:
         """Names of the memory that ``node`` shows: buffers, or a graph input that is none."""
+        buffers = self.storages.of(node)
+        if buffers:
+            return buffers
         base = viewed(node)
-        return self.storages.of(node) or ((base.name,) if base.op == "placeholder" else ())
+        return (base.name,) if base.op == "placeholder" else ()
 
     def _make(
         self,

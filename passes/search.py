@@ -226,13 +226,13 @@ class Search:
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
             ordered = bucketed.schedule.reordered(proposal.order.write(bucketed, allowed))
-            self.num_ordered += len(ordered.tasks)
             trial = Trial(proposal, ordered, simulate(ordered), notes)
             excess = trial.timeline.peak_bytes - self.memory_limit_bytes
             if excess <= 0 or math.isinf(self.memory_limit_bytes) or proposal.order.one_ahead:
                 break
             allowed -= excess
         assert trial is not None
+        self.num_ordered += len(trial.schedule.tasks)
         return trial
 
     def _largest_member_at_peak(self, trial: Trial) -> str | None:

@@ -22,6 +22,7 @@ from inductor_overlap.passes.greedy_wrap import GreedyWrap
 from inductor_overlap.passes.manual_wrap import ManualWrap
 from inductor_overlap.passes.plan import Bucket, Plan
 from inductor_overlap.passes.program import Program
+from inductor_overlap.passes.search import EARLY, ONE_AHEAD, Proposal, Search
 from inductor_overlap.passes.stages import repeated_blocks
 
 pytestmark = pytest.mark.quick
@@ -66,6 +67,31 @@ def test_the_best_comes_first_and_the_input_order_last() -> None:
     assert list(ranking.choices())[-1].plan.policy == INPUT_ORDER
     assert list(ranking.choices())[-1].plan.changes_nothing
     assert ranking.refused == ()
+
+
+def test_a_search_ends_at_the_bound() -> None:
+    """The first proposal takes 22 us, which is the bound; without a bound all are tried."""
+    settled = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=math.inf, bound_us=22)
+    kinds = {trial.proposal.kind for trial in settled.search.trials}
+    assert kinds == {"single"}
+    full = rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=math.inf)
+    assert len(full.search.trials) > len(settled.search.trials)
+    assert next(settled.choices()).timeline.step_us == next(full.choices()).timeline.step_us
+
+
+@pytest.mark.parametrize(
+    ("bound_us", "is_settled"),
+    [(22.0, True), (22 / (1 + 5e-6), True), (22 / (1 + 7e-6), False), (0.0, False)],
+)
+def test_a_gap_is_worth_tasks_in_proportion(bound_us: float, is_settled: bool) -> None:
+    """Two trials of 6 tasks, 12 in all: worth it for 12 / 2,000,000 = 6e-6 of a step."""
+    search = Search(two_layers(), math.inf, bound_us, is_coarse=False)
+    assert not search.is_settled
+    for order in (EARLY, ONE_AHEAD):
+        search.try_one(Proposal("single", order=order))
+    assert min(trial.timeline.step_us for trial in search.trials) == 22
+    assert search.num_ordered == 12
+    assert search.is_settled == is_settled
 
 
 def test_plans_over_the_limit_are_refused_with_the_reason() -> None:
