@@ -1,11 +1,11 @@
 """How well a live calibration predicts sizes that it did not measure.
 
 ``torchrun --nproc-per-node 2 benchmarks/bench_live_calibration.py`` calibrates the running gloo
-group as ``inductor-overlap calibrate live`` does, from sizes that are powers of two, and prints
-prediction over measurement for sizes half-way between them. These are measured before and after,
-and their mean counts: a machine that slows down or speeds up is no error of a prediction. The ranks
-keep the memory that they free: glibc by default returns it to the kernel by rules that depend on
-what was allocated before, and touching it anew takes as long as moving it does here.
+group as ``inductor-overlap calibrate live`` does, from two sizes an octave, and prints prediction
+over measurement for sizes between them. These are measured before and after, and their mean counts:
+a machine that slows down or speeds up is no error of a prediction. The ranks keep the memory that
+they free: glibc by default returns it to the kernel by rules that depend on what was allocated
+before, and touching it anew takes as long as moving it does here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ import torch.distributed as dist
 
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure import calibrate_live
-from inductor_overlap.cost_model.measure_collectives import BUDGET_S, measure_collectives
+from inductor_overlap.cost_model.measure_collectives import (
+    BUDGET_S,
+    ROUNDS,
+    measure_collectives,
+)
 
 UNSEEN_SIZES = tuple(3 * 2**exponent for exponent in range(9, 25))
 """1.5 KiB to 48 MiB."""
-
+UNSEEN_ROUNDS = 3 * ROUNDS
+"""What is compared with has no neighbours that make up for its noise."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt, from malloc.h."""
@@ -36,9 +41,9 @@ def main() -> None:
     torch.set_num_threads(1)
     _keep_memory()
     dist.init_process_group("gloo")
-    before = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2)
+    before = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, rounds=UNSEEN_ROUNDS)
     cluster = calibrate_live()
-    after = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2)
+    after = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, rounds=UNSEEN_ROUNDS)
     unseen = [
         replace(a, time_us=(a.time_us + b.time_us) / 2) for a, b in zip(before, after, strict=True)
     ]

@@ -36,19 +36,24 @@ from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS, check_
 from inductor_overlap.cost_model.detect import read_surroundings
 from inductor_overlap.cost_model.measurements import CollectiveMeasurement
 
-DEFAULT_SIZES = tuple(2**exponent for exponent in range(10, 27))
-"""1 KiB to 64 MiB in steps of 2: small gradients to large buckets."""
+DEFAULT_SIZES = tuple(round(2 ** (half / 2)) for half in range(20, 53))
+"""1 KiB to 64 MiB, two to an octave: small gradients to large buckets. Times are not smooth (on one
+machine gloo's reductions of some powers of two take half longer than of sizes beside them), so many
+sizes tell more than many samples of few."""
 BUDGET_S = 60.0
 """How long all kinds and sizes may take together, whatever the network."""
 FIRST_SHARE = 0.5
 """Share of the budget for a first sample of every size."""
-SAMPLES = 11
-"""Further samples of a case, as far as the budget goes: a few disturbed ones leave their median."""
-SAMPLE_US = 20e3
-"""Length of what is timed in a sample, at least one collective for each in flight."""
-MAX_RUNS = 200
-LEAD_SHARE = 0.25
+ROUNDS = 11
+"""Further samples of a case, as far as the budget goes: a few disturbed ones leave their median.
+Half as many of a collective that takes longer than `SAMPLE_US`."""
+SAMPLE_US = 5e3
+"""Length of what is timed in a sample, at least one collective for each in flight. Where processes
+share cores one sample may take twice as long as the next, and a longer one as a whole: many short
+ones tell more."""
+LEAD_US = 5e3
 """What runs before that, untimed: longer than the pause between samples, whatever that saves up."""
+MAX_RUNS = 200
 _ITEM_BYTES = 4
 
 Progress = Callable[[str, float], None]
@@ -80,11 +85,15 @@ class Case:
     @property
     def lead(self) -> int:
         """Collectives before them."""
-        return self._streams(LEAD_SHARE * self.runs)
+        return self._streams(min(MAX_RUNS, LEAD_US / self.time_us))
 
     def _streams(self, count: float) -> int:
         """About ``count`` collectives, as many for each that is in flight."""
         return self.in_flight * max(1, round(count / self.in_flight))
+
+    def rounds_of(self, rounds: int) -> int:
+        """In how many of so many rounds it is sampled, the last of them included."""
+        return rounds if self.time_us <= SAMPLE_US else -(-rounds // 2)
 
     @property
     def takes_s(self) -> float:
@@ -107,6 +116,7 @@ def measure_collectives(
     budget_s: float = BUDGET_S,
     placement: tuple[int, int] | None = None,
     in_flight: int = 1,
+    rounds: int = ROUNDS,
 ) -> list[CollectiveMeasurement]:
     """Times of ``kinds`` at ``sizes_bytes`` on the default process group.
 
@@ -120,6 +130,7 @@ def measure_collectives(
         placement: nodes, and ranks on each; None: as `read_surroundings` finds them.
         in_flight: how many collectives the group's queue runs at once (gloo 2, NCCL 1); if
             several, each size is timed alone and in such a stream.
+        rounds: further samples of a size at most; half as many of a long one.
 
     Raises:
         ValueError: no process group of at least two ranks, a size that is too small to share, or
@@ -128,12 +139,12 @@ def measure_collectives(
     check_process_group()
     for kind in kinds:
         check_collective(kind, 1, 2)
-    sizes = [_shared_size(size) for size in sorted(sizes_bytes)]
+    sizes = sorted({_shared_size(size) for size in sizes_bytes})
     report = progress or _ignore
     on = torch.device(device)
     cases = _first_samples(sizes, kinds, in_flight, on, FIRST_SHARE * budget_s, report)
     left_s = budget_s - 1e-6 * sum(case.in_flight * case.first_us for case in cases)
-    _further_samples(cases, on, left_s, report)
+    _further_samples(cases, on, left_s, rounds, report)
     where = placement or _placement()
     streams = {(c.kind, c.size_bytes): c.time_us for c in cases if c.in_flight > 1}
     return [
@@ -198,34 +209,41 @@ def _first_samples(
                 spent_us += together * first_us
             progress("sizes", (kinds.index(kind) + number / len(sizes)) / len(kinds))
             left_us -= spent_us
-            if left_us < 2 * spent_us:
+            if number < len(sizes) and left_us < spent_us * min(2.0, sizes[number] / size):
                 break
     return cases
 
 
 def _further_samples(
-    cases: Sequence[Case], device: torch.device, budget_s: float, progress: Progress
+    cases: Sequence[Case],
+    device: torch.device,
+    budget_s: float,
+    rounds: int,
+    progress: Progress,
 ) -> None:
     """Rounds of samples, each from large ones to small ones."""
     left_s = budget_s
-    for number in range(SAMPLES):
-        chosen = in_round(cases, SAMPLES - number, left_s)
+    for number in range(rounds):
+        chosen = in_round(cases, rounds - number, left_s)
         for case in sorted(chosen, key=lambda case: -case.size_bytes):
             left_s -= case.sample(device)
-        progress("collectives", (number + 1) / SAMPLES)
+        progress("collectives", (number + 1) / rounds)
 
 
 def in_round(cases: Sequence[Case], rounds_left: int, left_s: float) -> list[Case]:
-    """What the next round samples: what ``left_s`` pays for in every round left, the short first.
+    """What the next round samples: what ``left_s`` pays for in all its rounds, the short first.
 
     Of the others what is then left pays for one more sample, the short first again.
     """
     chosen: list[Case] = []
     for case in sorted(cases, key=lambda case: case.takes_s):
-        for samples in (rounds_left, 1):
-            if samples * case.takes_s <= left_s:
-                left_s -= samples * case.takes_s
-                chosen.append(case)
+        samples = case.rounds_of(rounds_left)
+        is_due = samples > case.rounds_of(rounds_left - 1)
+        for paid in (samples, 1):
+            if paid * case.takes_s <= left_s:
+                left_s -= paid * case.takes_s
+                if is_due:
+                    chosen.append(case)
                 break
     return chosen
 

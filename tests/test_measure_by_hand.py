@@ -47,9 +47,12 @@ def test_what_is_measured_is_kept_in_bounds(small: Loss, large: Loss, expected: 
 
 
 def test_a_sample_lasts_its_time_and_counts_for_each_in_flight() -> None:
-    # 20 ms of 700 us each are 28.6, in pairs 28; a quarter of 28 in pairs is 8 (7 / 2 rounds to 4).
+    # 5 ms of 700 us each are 7.1, in pairs 8 (7.1 / 2 rounds to 4); as many come before.
     case = Case("all_gather", 1024, in_flight=2, first_us=700.0)
-    assert (case.runs, case.lead) == (28, 8)
+    assert (case.runs, case.lead) == (8, 8)
+    # 200 at most, however short.
+    case = Case("all_gather", 1024, in_flight=1, first_us=10.0)
+    assert (case.runs, case.lead) == (200, 200)
     # Of long ones as many as are in flight, before and in the sample.
     case = Case("all_gather", 2**26, in_flight=2, first_us=1e6)
     assert (case.runs, case.lead) == (2, 2)
@@ -60,15 +63,21 @@ def test_the_budget_goes_to_short_samples_first() -> None:
     # Alone and with a lead of one they take 0.2, 0.8 and 2 s (two of 0.1, 0.4 and 1 s each).
     short, longer, longest = (Case("all_gather", 2**26, 1, us) for us in (1e5, 4e5, 1e6))
     cases = [longest, longer, short]
-    # 5 rounds of the short one take 1 s, of the longer one 4 s, of the longest 10 s.
-    assert in_round(cases, 5, 15.0) == [short, longer, longest]
-    # 2 s are left: one sample of the longest. 1.9 s: none.
-    assert in_round(cases, 5, 7.0) == [short, longer, longest]
-    assert in_round(cases, 5, 6.9) == [short, longer]
-    # The longer one once, then 1.1 s are left.
-    assert in_round(cases, 5, 2.9) == [short, longer]
-    assert in_round(cases, 5, 1.7) == [short]
+    # In 5 rounds each is sampled 3 times: 0.6 s, 2.4 s and 6 s.
+    assert in_round(cases, 5, 9.1) == [short, longer, longest]
+    # 2.1 s are left: one sample of the longest. 1.9 s: none.
+    assert in_round(cases, 5, 5.1) == [short, longer, longest]
+    assert in_round(cases, 5, 4.9) == [short, longer]
+    # The longer one once, then 0.7 s are left.
+    assert in_round(cases, 5, 2.1) == [short, longer]
+    assert in_round(cases, 5, 1.3) == [short]
     assert in_round(cases, 5, 0.1) == []
+
+
+def test_what_takes_longer_than_a_sample_is_sampled_every_other_round() -> None:
+    short, long = Case("all_gather", 1024, 1, 1e3), Case("all_gather", 2**26, 1, 1e4)
+    rounds = [in_round([short, long], rounds_left, 10.0) for rounds_left in (5, 4, 3, 2, 1)]
+    assert rounds == [[short, long], [short], [short, long], [short], [short, long]]
 
 
 def test_a_case_has_the_median_of_its_samples_and_its_first_only_for_want_of_others() -> None:
