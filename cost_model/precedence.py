@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from inductor_overlap.cost_model.schedule import Schedule, Task
 
-_BITS_PER_TASK = 200
-"""Set elements that a sweep may add one by one, per task of the graph."""
+_BITS_PER_JOB = 400
+"""Set elements that a sweep may add one by one, per task that takes time: all ranks have those, but
+only some have the views that pad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class _Sweep:
         self._done_us = [0.0] * len(preds)
         self._after: dict[int, _Ancestors] = {}
         self._uses = [0] * len(preds)
-        self._bits_left = _BITS_PER_TASK * len(preds)
+        self._bits_left = 0
         for sources in preds:
             for source in sources:
                 self._uses[source] += 1
@@ -170,6 +171,7 @@ class _Sweep:
         self.work_us[exit_] = wire_us
 
     def run(self, order: Iterator[int] | range) -> list[float]:
+        self._bits_left = _BITS_PER_JOB * sum(work_us > 0.0 for work_us in self.work_us)
         for at in order:
             before = self._merge(self._preds[at])
             self._ready_us[at] = self._ready(at, before)

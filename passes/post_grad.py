@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -101,14 +101,7 @@ def overlap_graph(
         notes = _over_limit(source, before, limits[-1])
         return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], notes)
     warnings: list[str] = []
-    for limit in limits:
-        ranking = rank_choices(
-            source.program,
-            policy,
-            memory_limit_bytes=limit,
-            bound_us=bound.step_us,
-            is_backward=is_backward(graph),
-        )
+    for limit, ranking in _rankings(source, policy, limits, bound, is_backward(graph)):
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
@@ -123,6 +116,31 @@ def overlap_graph(
             f"{math.ceil(before.peak_bytes / 2**30 * 1e6) / 1e6:.6f}, the graph's own peak"
         )
     return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], warnings)
+
+
+def _rankings(
+    source: GraphProgram,
+    policy: Policy,
+    limits: Sequence[float],
+    bound: LowerBound,
+    is_backward: bool,
+) -> Iterator[tuple[float, Ranking]]:
+    """Limits and the plans within each, until one of them holds.
+
+    A search that ended early has few plans; if none of them holds, a full one may have some more.
+    """
+    for limit in limits:
+        for bound_us in (bound.step_us, 0.0):
+            ranking = rank_choices(
+                source.program,
+                policy,
+                memory_limit_bytes=limit,
+                bound_us=bound_us,
+                is_backward=is_backward,
+            )
+            yield limit, ranking
+            if not (ranking.trials and ranking.search.is_settled):
+                break
 
 
 def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> tuple[str, ...]:

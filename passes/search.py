@@ -35,8 +35,9 @@ _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
 """Sets of buckets whose forms are kept, likewise."""
-_TASKS_OF_GAP = 2_000_000
-"""Tasks that are worth ordering for a whole step to be gained: 20,000 for a gap of 1 %."""
+_TASKS_OF_GAP = 1_500_000
+"""Tasks that are worth ordering for a whole step to be gained: 15,000 for a gap of 1 %, counted
+once for each trial."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Search:
 
     ``bound_us``: no step of the program is shorter. ``is_coarse``: on the coarse program; worth it
     for many trials, since orders are a little better on the whole one where memory is tight.
-    ``num_ordered``: tasks that have been ordered, in all trials.
+    ``num_ordered``: tasks that all trials have ordered, in the count that every rank has.
     """
 
     program: Program
@@ -134,6 +135,9 @@ class Search:
     def __post_init__(self) -> None:
         whole = CoarseProgram(self.program, {})
         self.coarse: CoarseProgram = coarsen(self.program) if self.is_coarse else whole
+        # Not the tasks of a trial: only ranks that pad have tasks for that.
+        program = self.coarse.program
+        self.num_tasks = len(program.fixed) + 2 * len(program.collectives)
         self._tried: set[object] = set()
         # None of them holds the search: a cycle would leave all trials to the garbage collector.
         gathered = lru_cache(_KEPT_PROGRAMS)(partial(bucket_program, self.coarse.program))
@@ -155,7 +159,7 @@ class Search:
 
     @property
     def is_settled(self) -> bool:
-        """Whether what the best trial could still gain is less than what looking for it costs."""
+        """Whether what the best trial could still gain is worth less than the search has cost."""
         best_us = min(map(self.step_us, self.trials), default=math.inf)
         return (best_us - self.bound_us) * _TASKS_OF_GAP <= self.num_ordered * self.bound_us
 
@@ -232,7 +236,7 @@ class Search:
                 break
             allowed -= excess
         assert trial is not None
-        self.num_ordered += len(trial.schedule.tasks)
+        self.num_ordered += self.num_tasks
         return trial
 
     def _largest_member_at_peak(self, trial: Trial) -> str | None:

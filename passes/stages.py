@@ -8,9 +8,10 @@
 5. order: how early gathers start, and on a clock on which communication is slower;
 6. a hill climb on the boundaries of the gathers' buckets.
 
-The stages end early once the best trial is near the lower bound (`Search.is_settled`). Every bound
-is a count, never a time, so that all ranks do the same. The constants were chosen on Llama graphs
-from 8B to 405B at 45 to 350 GB/s; none is a time or a size.
+The stages end early once the best trial is near the lower bound (`Search.is_settled`). What bounds
+a search are predicted times and counts of what every rank has, never a clock, so that all ranks do
+the same. The constants were chosen on Llama graphs from 8B to 405B at 45 to 350 GB/s; none is a
+time or a size.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def _try_orders(search: Search) -> _Stage:
 def _climb(search: Search) -> _Stage:
     """Move boundaries of gather buckets, at the longest stall first, while that pays."""
     for best in search.best(1):
-        left = min(_MOST_CLIMBS, _CLIMBED_TASKS // max(1, len(best.schedule.tasks)))
+        left = min(_MOST_CLIMBS, _CLIMBED_TASKS // max(1, search.num_tasks))
         while left > 0:
             tried = yield from _first_better(search, best, left)
             left -= tried

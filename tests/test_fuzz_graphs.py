@@ -18,6 +18,7 @@ from support.graphs import TestPrices, compute_calls, fingerprint
 from support.interpreter import run_on_ranks
 from support.random_graphs import GROUPS, NUM_RANKS, Parameter, Recipe, build, make_inputs, recipes
 
+from inductor_overlap.cost_model.lower_bound import lower_bound
 from inductor_overlap.cost_model.schedule import Schedule
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.auto_wrap import parse_wrap, rank_choices
@@ -26,6 +27,8 @@ from inductor_overlap.passes.fx_ops import is_plain_form, is_start, is_wait
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.passes.post_grad import Outcome, overlap_graph
+from inductor_overlap.passes.search import Search
+from inductor_overlap.passes.stages import search_all
 
 pytestmark = pytest.mark.quick
 
@@ -157,7 +160,10 @@ def test_the_predicted_program_is_the_one_that_the_graph_becomes(
     gm = build(recipe, 0)
     program = read_graph(gm.graph, prices).program
     try:
-        ranking = rank_choices(program, parse_wrap(wrap), memory_limit_bytes=math.inf)
+        bound_us = lower_bound(program.for_bound()).step_us
+        ranking = rank_choices(
+            program, parse_wrap(wrap), memory_limit_bytes=math.inf, bound_us=bound_us
+        )
     except WrapError:
         return
     outcome = overlap(gm, prices, wrap, math.inf)
@@ -168,6 +174,20 @@ def test_the_predicted_program_is_the_one_that_the_graph_becomes(
     expected = predicted[outcome.plan]
     assert outcome.after.step_us == pytest.approx(expected.step_us, rel=0.1)
     assert outcome.after.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.34)
+
+
+@stable(40)
+@given(recipes(), PRICES)
+def test_all_ranks_search_alike(recipe: Recipe, prices: TestPrices) -> None:
+    """Ranks that pad have more tasks; where a search ends must not depend on that."""
+    found: list[tuple[float, int, list[tuple[str, float]]]] = []
+    for rank in range(NUM_RANKS):
+        program = read_graph(build(recipe, rank).graph, prices).program
+        search = Search(program, math.inf, lower_bound(program.for_bound()).step_us)
+        search_all(search)
+        trials = [(trial.proposal.label, trial.timeline.step_us) for trial in search.trials]
+        found.append((search.bound_us, search.num_ordered, trials))
+    assert all(others == found[0] for others in found)
 
 
 @stable(20)

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import resolve_cost_model
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
+from inductor_overlap.passes import post_grad
 from inductor_overlap.passes.auto_wrap import MemoryLimitError, parse_wrap
 from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.manual_wrap import WrapError
@@ -168,6 +169,30 @@ def test_wrap_none_reports_and_changes_nothing() -> None:
     assert fingerprint(gm.graph) == before
     assert (outcome.before.step_us, outcome.after.step_us) == (32.0, 32.0)
     assert outcome.after.exposed_us == 12.0
+
+
+@pytest.mark.quick
+def test_a_search_that_ended_early_is_followed_by_a_full_one_if_no_plan_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """26 us is the bound: two matmuls of 10 us behind a gather of 6, which the first plan takes."""
+    bounds: list[float] = []
+    rank_choices = post_grad.rank_choices
+
+    def watched(*args: Any, bound_us: float, **others: Any) -> Any:
+        bounds.append(bound_us)
+        return rank_choices(*args, bound_us=bound_us, **others)
+
+    def refused(*args: Any) -> str:
+        return "refused"
+
+    monkeypatch.setattr(post_grad, "rank_choices", watched)
+    gm = two_linear_layers(GraphBuilder())
+    outcome = overlap(copy_graph(gm.graph), "auto", TestPrices(), limit=math.inf)
+    assert outcome.after.step_us == 26.0 and bounds == [26.0]
+    monkeypatch.setattr(post_grad, "_why_refused", refused)
+    assert overlap(gm.graph, "auto", TestPrices(), limit=math.inf).plan.changes_nothing
+    assert bounds == [26.0, 26.0, 0.0]
 
 
 @pytest.mark.quick

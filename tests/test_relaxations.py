@@ -107,7 +107,7 @@ def test_sets_too_large_to_add_up_only_lower_heads(monkeypatch: pytest.MonkeyPat
         compute("a", 2), compute("b", 3), compute("c", 4), compute("d", 1, "a", "b", "c")
     )
     assert head_of(case, "d") == 9
-    monkeypatch.setattr(precedence, "_BITS_PER_TASK", 0)
+    monkeypatch.setattr(precedence, "_BITS_PER_JOB", 0)
     assert head_of(case, "d") == 4  # the longest path is left
 
 
