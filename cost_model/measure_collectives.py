@@ -6,10 +6,10 @@ at once, which may use the link better than one does (gloo's all-gathers: by hal
 of the slowest rank, for each collective. So bytes are timed at the rate that the network sustains:
 a rate limit lets what an idle time has saved up pass in a burst, which in a step is spent at once.
 To leave none, a sample begins with collectives that are not timed, and a round goes from large
-sizes to small ones without a pause. A round visits every case once, so that a disturbance
-does not fall on one case alone, and a case has the median of its samples. Sizes rise until the next
-would take too long, and the largest are sampled least often, so the whole takes a bounded time on
-any network; where the sizes end the formulas continue.
+sizes to small ones without a pause. A round visits a case once, the long ones every other round, so
+that a disturbance does not fall on one case alone, and a case has the median of its samples. Sizes
+rise until the next would take too long, and the largest are sampled least often, so the whole takes
+a bounded time on any network; where the sizes end the formulas continue.
 
 Every rank must call `measure_collectives`, and every rank gets the same list: counts and times are
 agreed by all-reduce. Refused (``ValueError``): no process group, a single rank, bad sizes, an
@@ -80,15 +80,16 @@ class Case:
     @property
     def runs(self) -> int:
         """Timed collectives of one more sample."""
-        return self._streams(min(MAX_RUNS, SAMPLE_US / self.time_us))
+        return self._lasting(SAMPLE_US)
 
     @property
     def lead(self) -> int:
         """Collectives before them."""
-        return self._streams(min(MAX_RUNS, LEAD_US / self.time_us))
+        return self._lasting(LEAD_US)
 
-    def _streams(self, count: float) -> int:
-        """About ``count`` collectives, as many for each that is in flight."""
+    def _lasting(self, length_us: float) -> int:
+        """Collectives that take about ``length_us``, as many for each that is in flight."""
+        count = min(MAX_RUNS, length_us / self.time_us)
         return self.in_flight * max(1, round(count / self.in_flight))
 
     def rounds_of(self, rounds: int) -> int:

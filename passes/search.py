@@ -122,7 +122,6 @@ class Search:
 
     ``bound_us``: no step of the program is shorter. ``is_coarse``: on the coarse program; worth it
     for many trials, since orders are a little better on the whole one where memory is tight.
-    ``num_ordered``: tasks that all trials have ordered, in the count that every rank has.
     """
 
     program: Program
@@ -130,7 +129,6 @@ class Search:
     bound_us: float = 0.0
     is_coarse: bool = True
     trials: list[Trial] = field(default_factory=list[Trial])
-    num_ordered: int = 0
 
     def __post_init__(self) -> None:
         whole = CoarseProgram(self.program, {})
@@ -156,6 +154,11 @@ class Search:
     def step_us(self, trial: Trial) -> float:
         """The step of ``trial``; inf if it is over the limit."""
         return trial.timeline.step_us if self.fits(trial) else math.inf
+
+    @property
+    def num_ordered(self) -> int:
+        """Tasks that all trials have ordered, in the count that every rank has."""
+        return len(self.trials) * self.num_tasks
 
     @property
     def is_settled(self) -> bool:
@@ -236,7 +239,6 @@ class Search:
                 break
             allowed -= excess
         assert trial is not None
-        self.num_ordered += self.num_tasks
         return trial
 
     def _largest_member_at_peak(self, trial: Trial) -> str | None:
