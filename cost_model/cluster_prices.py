@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 import torch.fx as fx
@@ -33,6 +32,7 @@ from inductor_overlap.cost_model.fusion import (
     stored_inputs,
 )
 from inductor_overlap.cost_model.op_shapes import read_attention, read_matmul
+from inductor_overlap.cost_model.placement import num_ranks, slowest_placement
 from inductor_overlap.cost_model.schedule import Machine
 
 
@@ -75,8 +75,13 @@ class ClusterCostModel:
         return self.cluster.coalesced_us(kind, sizes_bytes, **self._placed(ranks))
 
     def _placed(self, ranks: Sequence[int]) -> dict[str, int]:
-        """How many nodes hold ``ranks``, and how many of them each, as arguments of `Cluster`."""
-        num_nodes, ranks_per_node = placement(tuple(ranks), self.cluster.gpus_per_node)
+        """How many nodes hold ``ranks``, and how many of them each, as arguments of `Cluster`.
+
+        Of all groups like it, that of the slowest.
+        """
+        num_nodes, ranks_per_node = slowest_placement(
+            tuple(ranks), self.cluster.gpus_per_node, num_ranks()
+        )
         return {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
 
     def copy_us(self, size_bytes: int) -> float:
@@ -213,13 +218,6 @@ def _rate_of(dtype: torch.dtype) -> str | None:
     return name
 
 
-@lru_cache(maxsize=1024)
-def placement(ranks: tuple[int, ...], gpus_per_node: int) -> tuple[int, int]:
-    """(nodes that hold a rank, most ranks on one of them); ranks are numbered node by node."""
-    per_node = Counter(rank // gpus_per_node for rank in ranks)
-    return max(1, len(per_node)), max(per_node.values(), default=1)
-
-
 def _link(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    num_nodes, _ = placement(ranks, cluster.gpus_per_node)
+    num_nodes, _ = slowest_placement(ranks, cluster.gpus_per_node, num_ranks())
     return "network" if num_nodes > 1 and cluster.network is not None else "nvlink"

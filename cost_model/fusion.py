@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from functools import cache
+from heapq import heappop, heappush
 from typing import Any, cast
 
 import torch
@@ -219,12 +220,20 @@ def is_view(node: fx.Node) -> bool:
 
     Collectives and waits are free too, but what they return has been stored.
     """
-    if node.op != "call_function" or op_kind(node) is not OpKind.FREE or not node.all_input_nodes:
-        return False
-    target = node.target
-    if isinstance(target, OpOverload):
-        return target.namespace not in _COLLECTIVE_NAMESPACES
-    return True
+    return (
+        node.op == "call_function"
+        and _target_is_view(node.target)
+        and len(node.all_input_nodes) > 0
+    )
+
+
+@cache
+def _target_is_view(target: Any) -> bool:
+    return _target_kind(target) is OpKind.FREE and not _is_collective(target)
+
+
+def _is_collective(target: Any) -> bool:
+    return isinstance(target, OpOverload) and target.namespace in _COLLECTIVE_NAMESPACES
 
 
 def is_virtual(node: fx.Node) -> bool:
@@ -239,17 +248,21 @@ def is_virtual(node: fx.Node) -> bool:
 
 
 _TAKES_FUSED = (OpKind.FUSIBLE, OpKind.ABSORBING)
-_LONGEST_LOOK = 4 * MAX_FUSION_SIZE
-"""Nodes that are looked at, related or not, for the readers of a value."""
+
+
+def _is_padding(node: fx.Node) -> bool:
+    """True for what fills up an uneven shard for its gather; only some ranks have it."""
+    is_pad = node.target is torch.ops.aten.constant_pad_nd.default
+    return is_pad and any(_is_collective(user.target) for user in node.users)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Nodes that read the value of ``node``, views looked through."""
+    """Nodes that read the value of ``node``; views and padding looked through."""
     readers: list[fx.Node] = []
     pending = list(node.users)
     while pending:
         user = pending.pop()
-        if is_view(user):
+        if is_view(user) or _is_padding(user):
             pending.extend(user.users)
         else:
             readers.append(user)
@@ -261,30 +274,32 @@ def _fits_one_kernel(node: fx.Node, readers: list[fx.Node]) -> bool:
 
     It cannot if a reader needs what a separate kernel or a collective makes of ``node``. What has
     nothing to do with ``node`` (packing a bucket, another layer's gradient) may stand between:
-    fusion does not care where it runs.
+    fusion does not care where it runs. Counted is what every rank has: neither views nor padding.
     """
     missing = set(readers)
-    inside = {node}
     behind: set[fx.Node] = set()
-    current = node
-    for _ in range(_LONGEST_LOOK):
-        current = current.next
-        if current.op == "output":
-            return False
-        inputs = current.all_input_nodes
-        is_behind = not behind.isdisjoint(inputs)
-        is_related = is_behind or not inside.isdisjoint(inputs)
-        if not is_related and current not in missing:
+    seen = {node}
+    related = sorted(node.users)  # a heap, in graph order
+    num_ops = 0
+    while related:
+        current = heappop(related)
+        if current in seen:
             continue
-        joins = not is_behind and (is_fusible(current) or is_view(current))
+        seen.add(current)
+        is_behind = not behind.isdisjoint(current.all_input_nodes)
+        is_seen_through = is_view(current) or _is_padding(current)
+        joins = not is_behind and (is_seen_through or is_fusible(current))
         if current in missing:
             missing.discard(current)
             if not missing or not joins:
                 return not missing and not is_behind
-        if is_related:
-            (inside if joins else behind).add(current)
-        if len(inside) + len(behind) > MAX_FUSION_SIZE:
+        if not joins:
+            behind.add(current)
+        num_ops += not is_seen_through
+        if num_ops >= MAX_FUSION_SIZE:
             return False
+        for user in current.users:
+            heappush(related, user)
     return False
 
 
@@ -292,29 +307,40 @@ def stored_inputs(node: fx.Node) -> dict[fx.Node, int]:
     """Stored nodes whose values the kernel of ``node`` reads, with the bytes it reads of each.
 
     Virtual producers are looked through, up to the size of one kernel; a view narrows what is
-    read of its base; what the same kernel has just stored is not read again.
+    read of its base; what the same kernel has just stored is not read again. What is absorbed, such
+    as the parts of a concatenation, has a kernel for each.
     """
     found: dict[fx.Node, int] = {}
+    parts = [[source] for source in node.all_input_nodes]
+    if op_kind(node) is not OpKind.ABSORBING:
+        parts = [node.all_input_nodes]
+    for sources in parts:
+        _find_stored(node, sources, found)
+    return found
+
+
+def _find_stored(node: fx.Node, sources: list[fx.Node], found: dict[fx.Node, int]) -> None:
+    """Add to ``found`` what the kernel that makes ``node`` of ``sources`` reads."""
     seen: set[fx.Node] = set()
-    pending = list(node.all_input_nodes)
+    num_ops = 0
+    pending = list(sources)
     while pending:
         source = pending.pop()
         if source in seen:
             continue
         seen.add(source)
-        if len(seen) <= MAX_FUSION_SIZE and is_virtual(source):
-            pending.extend(source.all_input_nodes)
-            continue
+        num_ops += not is_view(source)  # which views there are may differ between ranks
+        is_full = num_ops > MAX_FUSION_SIZE
         base = _base(source)
-        if base is not source and is_virtual(base):
-            pending.append(base)
+        if is_virtual(base) and not is_full:
+            pending.extend(base.all_input_nodes if base is source else [base])
             continue
-        if is_fusible(base) and _fits_one_kernel(base, [node]):
+        made = _base(base.all_input_nodes[0]) if _is_padding(base) else base
+        if not is_full and is_fusible(made) and _fits_one_kernel(made, [node]):
             # Stored for others, but by the kernel that goes on to compute ``node``.
             continue
         size_bytes = min(node_bytes(source), node_bytes(base))
         found[base] = min(node_bytes(base), found.get(base, 0) + size_bytes)
-    return found
 
 
 def _base(node: fx.Node) -> fx.Node:

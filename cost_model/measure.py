@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.cluster_prices import placement
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure_collectives import (
     BUDGET_S,
@@ -31,6 +30,7 @@ from inductor_overlap.cost_model.measure_collectives import (
 )
 from inductor_overlap.cost_model.measure_compute import KernelMeasurement, measure_compute
 from inductor_overlap.cost_model.measure_contention import Contention, measure_contention
+from inductor_overlap.cost_model.placement import placement
 
 _PHASES = 3
 """Kernels are timed before, between and after the rest: clocks and neighbours change within a

@@ -22,13 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from inductor_overlap.cost_model.cluster_prices import placement
 from inductor_overlap.cost_model.compute_time import dtype_name
 from inductor_overlap.cost_model.measurements import (
     CollectiveMeasurement,
     MatmulMeasurement,
     Measurement,
 )
+from inductor_overlap.cost_model.placement import placement
 
 _KINDS = {
     "allgather": "all_gather",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from inductor_overlap.passes.collectives import BUCKET, Collective
-from inductor_overlap.passes.fx_ops import arguments, payload, payload_name
+from inductor_overlap.passes.fx_ops import arguments, payload_name
 
 aten = torch.ops.aten
 
@@ -52,11 +53,6 @@ def bucket_members(start: fx.Node) -> tuple[str, ...]:
     return start.meta.get(_MEMBERS, ())
 
 
-def source_of(collective: Collective) -> fx.Node:
-    """The tensor that a collective of one tensor sends."""
-    return payload(collective.start)[0]
-
-
 class BucketNodes:
     """Writes nodes of a bucket called ``name``.
 
@@ -69,7 +65,7 @@ class BucketNodes:
     ) -> None:
         self.name = name
         self.members = members
-        self.sources = [source_of(member) for member in members]
+        self.sources = [member.source for member in members]
         self._graph = members[0].start.graph
         self._twins = iter(twins)
         self._written: list[fx.Node] = []
@@ -111,7 +107,21 @@ class BucketNodes:
         self._written.append(node)
         return node
 
+    def unpad(self, member: Collective, result: fx.Node) -> fx.Node:
+        """``result`` of ``member`` without the padding that its input had lost."""
+        for cut in member.unpad:
+            if cut.meta["val"].shape == cut.all_input_nodes[0].meta["val"].shape:
+                continue
+            where = cut.args[1:]
+            value_of = partial(_sliced, result.meta["val"], where)
+            result = self.add(aten.slice.Tensor, (result, *where), value_of, like=cut)
+        return result
+
     def take(self) -> tuple[fx.Node, ...]:
         """What was written since the last call."""
         written, self._written = tuple(self._written), []
         return written
+
+
+def _sliced(value: torch.Tensor, where: Sequence[Any]) -> torch.Tensor:
+    return aten.slice.Tensor(value, *where)

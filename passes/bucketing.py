@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from inductor_overlap.passes.bucket_nodes import BucketNodes, MergedBucket, source_of
+from inductor_overlap.passes.bucket_nodes import BucketNodes, MergedBucket
 from inductor_overlap.passes.coalescing import coalesce
 from inductor_overlap.passes.collectives import BUCKET, Collective
 from inductor_overlap.passes.plan import BucketForm
@@ -35,7 +35,7 @@ def why_not_bucketed(collective: Collective) -> str:
     """Why a free collective cannot join a bucket; empty if it can."""
     if collective.is_bucket:
         return "it is a bucket already"
-    tensors: list[torch.Tensor] = [source_of(collective).meta["val"], collective.start.meta["val"]]
+    tensors: list[torch.Tensor] = [collective.source.meta["val"], collective.start.meta["val"]]
     sizes: list[object] = [size for tensor in tensors for size in tensor.shape]
     if any(not isinstance(size, int) for size in sizes):
         return "symbolic sizes"
@@ -71,6 +71,9 @@ def merge_bucket(
     for member in members:
         member.start.graph.erase_node(member.waits[0])
         member.start.graph.erase_node(member.start)
+        for cut in reversed(member.unpad):
+            if not cut.users:
+                cut.graph.erase_node(cut)
     return merged
 
 
@@ -162,7 +165,8 @@ class _Packer(BucketNodes):
         wait = self.take()[1:]
         unpack: dict[str, tuple[fx.Node, ...]] = {}
         for member, chunk in zip(self.members, chunks, strict=True):
-            self._replace(member, self._reshape(chunk, list(member.output_shape)))
+            result = self._reshape(chunk, list(member.output_shape))
+            self._replace(member, self.unpad(member, result))
             unpack[member.waits[0].name] = self.take()
         return MergedBucket(pack, start, wait, unpack)
 

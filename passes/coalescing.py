@@ -30,19 +30,27 @@ _COALESCED: dict[str, Any] = {
 def coalesce(name: str, members: Sequence[Collective]) -> MergedBucket:
     """Write the collective called ``name``; the users of the members' waits use the new ones."""
     nodes = BucketNodes(name, members)
-    outputs = [member.start.meta["val"] for member in members]
+    outputs = [_output(member) for member in members]
     start = nodes.start(_COALESCED[members[0].kind], list(nodes.sources), lambda: outputs)
     items = [
         nodes.add(getitem, (start, index), lambda value=value: value, like=member.start)
         for index, (member, value) in enumerate(zip(members, outputs, strict=True))
     ]
-    waits = [_wait(nodes, member, item) for member, item in zip(members, items, strict=True)]
-    unpack: dict[str, tuple[fx.Node, ...]] = {member.waits[0].name: () for member in members}
+    waits: list[fx.Node] = []
+    unpack: dict[str, tuple[fx.Node, ...]] = {}
+    nodes.take()
+    for member, item in zip(members, items, strict=True):
+        old = member.waits[0]
+        value = old.meta["val"] if not member.unpad else item.meta["val"]
+        wait = nodes.add(c10d.wait_tensor.default, (item,), lambda value=value: value, like=old)
+        waits += nodes.take()
+        old.replace_all_uses_with(nodes.unpad(member, wait))
+        unpack[old.name] = nodes.take()
     return MergedBucket((), start, tuple(waits), unpack, tuple(items))
 
 
-def _wait(nodes: BucketNodes, member: Collective, item: fx.Node) -> fx.Node:
-    old = member.waits[0]
-    wait = nodes.add(c10d.wait_tensor.default, (item,), lambda: old.meta["val"], like=old)
-    old.replace_all_uses_with(wait)
-    return wait
+def _output(member: Collective) -> torch.Tensor:
+    """What the collective of ``member`` writes, padding included."""
+    if member.unpad:
+        return torch.empty_like(member.source.meta["val"])
+    return member.start.meta["val"]

@@ -14,7 +14,7 @@ forms, with the nodes that pack and unpack them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -24,8 +24,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from inductor_overlap.cost_model.fusion import node_bytes
+from inductor_overlap.cost_model.placement import groups_like, num_ranks
 from inductor_overlap.cost_model.pricing import PricedCluster
-from inductor_overlap.cost_model.sizes import shape_hint, tensor_bytes
+from inductor_overlap.cost_model.sizes import numel_hint, shape_hint, tensor_bytes
 from inductor_overlap.passes.fx_ops import (
     arguments,
     collective_kind,
@@ -65,18 +66,23 @@ class Collective:
         input_bytes, output_bytes: of its tensors on this rank, padded.
         group_name: name of the process group.
         group: the group argument as it stands in the graph: a string or an FX node.
-        ranks: global ranks of the group; ``range(size)`` when the group is not registered here.
+        ranks: global ranks of the first of the groups like its own (`groups_like`), so that all
+            ranks read the same; ``range(size)`` when the group is not registered here.
         fqn: the parameter it serves; ``module``: path of that parameter's module.
         free: it may move; ``why_fixed`` says why it may not.
         input_position: position of the parameter among the parameters, by first use; payload order
             inside a bucket.
         head: chain from the graph input (excluded) to the start (excluded), gathers only, without
-            ``shared_head``, its first nodes, if others read them too.
+            ``shared_head``, its first nodes, if others read them too: node -> elements of the
+            padded shard that is gathered.
         pack: nodes that merge the inputs of a bucket, between head and start.
         items: nodes that take the result of a coalesced one apart, before the waits.
         unpack: nodes that take the result of a gathered bucket apart, behind its wait.
         tail: chain from the wait (excluded) to the graph output, reductions only.
         follows: name of the reduction whose result this one reduces further (HSDP).
+        unpad: slices (and reshapes that change nothing) by which its input loses the padding of
+            that result; only some ranks have them. Its sizes and shapes are those before, and its
+            buckets reduce the padding too.
     """
 
     name: str
@@ -103,9 +109,20 @@ class Collective:
     items: tuple[fx.Node, ...] = ()
     unpack: tuple[fx.Node, ...] = ()
     head: tuple[fx.Node, ...] = ()
-    shared_head: tuple[fx.Node, ...] = ()
+    shared_head: Mapping[fx.Node, int] = field(default_factory=dict[fx.Node, int])
     tail: tuple[fx.Node, ...] = ()
     follows: str = ""
+    unpad: tuple[fx.Node, ...] = ()
+
+    @property
+    def source(self) -> fx.Node:
+        """The tensor that a collective of one tensor sends, or what it is unpadded from."""
+        return self.unpad[0].all_input_nodes[0] if self.unpad else payload(self.start)[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of its results."""
+        return self.output_bytes // self.dtype.itemsize
 
     @property
     def is_bucket(self) -> bool:
@@ -139,8 +156,9 @@ class Collective:
             items=tuple(copies[node] for node in self.items),
             unpack=tuple(copies[node] for node in self.unpack),
             head=tuple(copies[node] for node in self.head),
-            shared_head=tuple(copies[node] for node in self.shared_head),
+            shared_head={copies[node]: numel for node, numel in self.shared_head.items()},
             tail=tuple(copies[node] for node in self.tail),
+            unpad=tuple(copies[node] for node in self.unpad),
         )
 
     def __repr__(self) -> str:
@@ -172,18 +190,24 @@ def _describe(
     given = arguments(start)
     group = cast("str | fx.Node", given.get("group_name", ""))
     name = group_name_of(group)
-    sources = payload(start)
+    kind = collective_kind(start)
+    follows = _followed_reduction(start, found)
+    unpad = _unpad(start) if kind == "all_reduce" and follows else ()
+    # The slices of an all-reduce keep its result as small; without them it is like its input.
+    sources, result = payload(start), start
+    if unpad:
+        sources = unpad[0].all_input_nodes
+        result = sources[0]
     first = _single_tensor(sources[0] if sources else None)
     source = first if len(sources) == 1 else None
-    output = _single_tensor(start)
-    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
-    kind = collective_kind(start)
+    output = _single_tensor(result)
+    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(result)
     size_bytes = output_bytes if kind == "all_gather" else input_bytes
+    sizes_bytes = () if unpad else _sizes_bytes(start, kind)
     items = _items(start)
     pack = _pack(start)
-    head, shared, root = _head(start, pack) if kind == "all_gather" else ((), (), None)
+    head, shared, root = _head(start, pack) if kind == "all_gather" else ((), {}, None)
     tail, ends_in_output = _tail(waits, position)
-    follows = _followed_reduction(start, found)
     why_fixed = _why_fixed(start, kind, waits, items, root, written, ends_in_output)
     fqn = parameter_fqn(start) or (descriptor_fqn(root) if root is not None else None)
     return Collective(
@@ -192,7 +216,7 @@ def _describe(
         start=start,
         waits=waits,
         size_bytes=size_bytes,
-        sizes_bytes=_sizes_bytes(start, kind) or (size_bytes,),
+        sizes_bytes=sizes_bytes or (size_bytes,),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         dtype=first.dtype if first is not None else torch.float32,
@@ -211,9 +235,10 @@ def _describe(
         items=items,
         unpack=_unpack(waits) if kind == "all_gather" else (),
         head=head if not why_fixed else (),
-        shared_head=shared if not why_fixed else (),
+        shared_head=shared if not why_fixed else {},
         tail=tail if not why_fixed and kind != "all_gather" else (),
         follows=follows,
+        unpad=unpad,
     )
 
 
@@ -295,7 +320,7 @@ def _unpack(waits: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 def _head(
     start: fx.Node, pack: Sequence[fx.Node]
-) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], fx.Node | None]:
+) -> tuple[tuple[fx.Node, ...], dict[fx.Node, int], fx.Node | None]:
     """The unary chains that feed ``start``: own nodes, shared nodes, and a graph input or None.
 
     One chain for a single gather, one per member for a bucket. A chain node with other users is
@@ -303,15 +328,15 @@ def _head(
     """
     ends = [arg for node in pack for arg in _tensor_inputs(node) if arg not in pack]
     head: dict[fx.Node, None] = {}
-    shared: dict[fx.Node, None] = {}
+    shared: dict[fx.Node, int] = {}
     root: fx.Node | None = None
     for node in ends if pack else _tensor_inputs(start):
         chain, num_shared, root = _chain(node)
         if root is None:
-            return (), (), None
-        shared.update(dict.fromkeys(chain[:num_shared]))
+            return (), {}, None
+        shared.update(dict.fromkeys(chain[:num_shared], _numel(node)))
         head.update(dict.fromkeys(chain[num_shared:]))
-    return tuple(head), tuple(shared), root
+    return tuple(head), shared, root
 
 
 def _chain(node: fx.Node) -> tuple[list[fx.Node], int, fx.Node | None]:
@@ -396,6 +421,28 @@ def _reduction_of(node: fx.Node, found: dict[str, Collective]) -> str:
     return previous.name if previous is not None and previous.free else ""
 
 
+def _unpad(start: fx.Node) -> tuple[fx.Node, ...]:
+    """The slices and idle reshapes right before ``start``, in order; of a bucket none."""
+    found: list[fx.Node] = []
+    node = payload(start)[0]
+    while BUCKET not in start.meta and (_is_slice(node) or _is_idle(node)):
+        found.insert(0, node)
+        node = node.all_input_nodes[0]
+    return tuple(found)
+
+
+def _is_slice(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.slice.Tensor
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """True for a reshape to the shape that is there already."""
+    is_reshape = op_base_name(node) in ("reshape", "view", "_unsafe_view")
+    return is_reshape and _shape(_single_tensor(node)) == _shape(
+        _single_tensor(node.all_input_nodes[0])
+    )
+
+
 def _written_graph_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     written = {viewed(target) for node in graph.nodes for target in written_inputs(node)}
     return frozenset(node for node in written if node.op == "placeholder")
@@ -419,10 +466,14 @@ def _group_sizes(graph: fx.Graph) -> dict[str, int]:
 
 
 def _group_ranks(group_name: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    """Ranks of a registered group; else a contiguous group of the stated size, at least a pair."""
+    """Ranks of the first group like a registered one, the same for all ranks of a mesh.
+
+    For any other name a contiguous group of the stated size, at least a pair.
+    """
     if dist.is_available() and dist.is_initialized():
         try:
-            return tuple(dist.get_process_group_ranks(_resolve_group(group_name)))
+            ranks = dist.get_process_group_ranks(_resolve_group(group_name))
+            return tuple(groups_like(ranks, num_ranks())[0])
         except (RuntimeError, ValueError, KeyError):
             pass  # the graph was traced elsewhere: plan with what it says itself
     return tuple(range(sizes.get(group_name, 2)))
@@ -450,6 +501,11 @@ def _module_of(node: fx.Node, fqn: str | None) -> str | None:
 def _single_tensor(argument: object) -> torch.Tensor | None:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _numel(node: fx.Node) -> int:
+    tensor = _single_tensor(node)
+    return numel_hint(tensor) if tensor is not None else 0
 
 
 def _shape(tensor: torch.Tensor | None) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from inductor_overlap.passes.fx_ops import (
     payload,
     written_inputs,
 )
+from inductor_overlap.passes.order_links import OrderLinks
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import Storages, is_alias, viewed
 
@@ -68,11 +69,14 @@ def write_order(
 ) -> int:
     """Put the nodes of ``graph`` into the task order; returns how many nodes changed place.
 
-    Nodes that belong to no task (inputs, attributes) stay in front, the output stays last.
+    Nodes that belong to no task (inputs, attributes) stay in front, the output stays last; nodes
+    that have left the graph are passed over.
     """
     wanted = [node for name in order for node in nodes.get(name, ())]
     listed = set(wanted)
     current = [node for node in graph.nodes if node in listed]
+    listed.intersection_update(current)
+    wanted = [node for node in wanted if node in listed]
     front = [node for node in graph.nodes if node not in listed and node.op != "output"]
     moved = sum(a is not b for a, b in zip(current, wanted, strict=True))
     if moved == 0:
@@ -155,19 +159,19 @@ class _Reader:
                 casts = _dtypes(collective.head) != {collective.dtype}
                 chains[f"{collective.name}.prepare"] = collective.input_bytes if casts else 0
             if collective.tail:
-                values = [wait.meta["val"] for wait in collective.waits]
                 last = _dtypes(collective.tail[-1:])
-                casts = last != {values[0].dtype}
+                casts = last != {collective.dtype}
                 itemsize = max(dtype.itemsize for dtype in last) if casts else 0
-                chains[f"{collective.name}.finish"] = sum(map(numel_hint, values)) * itemsize
+                chains[f"{collective.name}.finish"] = collective.numel * itemsize
+            if collective.unpad:
+                chains[collective.name] = collective.output_bytes
         return chains
 
     def _shared_heads(self) -> dict[str, int]:
         """Nodes that several gathers, or a gather and others, have in front of them."""
         written: dict[str, int] = {}
         for collective in self.collectives:
-            numel = collective.input_bytes // collective.dtype.itemsize
-            for node in collective.shared_head:
+            for node, numel in collective.shared_head.items():
                 casts = len(_dtypes([node])) > 1
                 written[node.name] = numel * node.meta["val"].dtype.itemsize if casts else 0
         return written
@@ -179,11 +183,14 @@ class _Reader:
         for collective in self.collectives:
             if collective.free and collective.kind != "all_gather":
                 numel |= {wait: numel_hint(wait.meta["val"]) for wait in collective.waits}
+                if collective.unpad:
+                    numel[collective.waits[0]] = collective.numel
         for node in self.graph.nodes if numel else ():
             parts = [numel[arg] for arg in node.all_input_nodes if arg in numel]
             if not parts or node in numel or node in self.by_start or node.op == "output":
                 continue
-            if BUCKET in node.meta:  # a member of a bucket, padded
+            if BUCKET in node.meta and node.target is not torch.ops.aten.slice.Tensor:
+                # A member of a bucket, padded.
                 numel[node] = _numel_or_none(node) or max(parts)
                 continue
             numel[node] = sum(parts) if op_base_name(node) == "cat" else max(parts)
@@ -211,7 +218,7 @@ class _Reader:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self.storages.add_input(node)
-        links = _Links(movable, self.barriers)
+        links = OrderLinks(movable)
         tasks: list[Task] = []
         done: set[str] = set()
         for node in self.graph.nodes:
@@ -225,12 +232,17 @@ class _Reader:
                 self.storages.mark_outputs(node)
         return tasks
 
-    def _task(self, name: str, nodes: Sequence[fx.Node], links: _Links) -> Task:
+    def _task(self, name: str, nodes: Sequence[fx.Node], links: OrderLinks) -> Task:
         inputs = [arg for node in nodes for arg in node.all_input_nodes]
+        if nodes[0] in self.by_start and self.by_start[nodes[0]].unpad:
+            inputs.append(self.by_start[nodes[0]].source)  # as on ranks that have no padding
         deps = [self.task_of[arg] for arg in inputs if arg in self.task_of]
         reads = list(dict.fromkeys(b for arg in inputs for b in self.storages.of(arg)))
         writes = self._writes(name, nodes)
-        order_deps = links.deps(name, nodes, self._touched(nodes), self._written(nodes))
+        is_barrier = not self.barriers.isdisjoint(nodes)
+        order_deps = links.deps(
+            name, is_barrier, reads=self._touched(nodes), writes=self._written(nodes)
+        )
         all_deps = tuple(dict.fromkeys(d for d in (*deps, *order_deps) if d != name))
         reads = [buffer for buffer in reads if buffer not in writes]
         return self._make(name, nodes, all_deps, tuple(reads), tuple(writes))
@@ -459,36 +471,6 @@ def neutral(collective: Collective, start: str, wait: str) -> FreeCollective:
         follows=collective.follows,
         members=bucket_members(collective.start),
     )
-
-
-class _Links:
-    """Order dependences that data flow does not show: barriers and in-place writes."""
-
-    def __init__(self, movable: set[str], barriers: frozenset[fx.Node]) -> None:
-        self._movable = movable
-        self._barriers = barriers
-        self._since_barrier: list[str] = []
-        self._barrier = ""
-        self._readers: dict[str, list[str]] = defaultdict(list)
-        self._writer: dict[str, str] = {}
-
-    def deps(
-        self, name: str, nodes: Sequence[fx.Node], reads: Sequence[str], writes: Sequence[str]
-    ) -> list[str]:
-        """What ``name`` must come after; ``reads`` and ``writes`` name memory it works on."""
-        deps = [self._writer[memory] for memory in reads if memory in self._writer]
-        if not self._barriers.isdisjoint(nodes):
-            deps += self._since_barrier
-            self._barrier, self._since_barrier = name, []
-        elif name in self._movable:
-            deps += [self._barrier] if self._barrier else []
-            self._since_barrier.append(name)
-        for memory in writes:
-            deps += self._readers.pop(memory, [])
-            self._writer[memory] = name
-        for memory in reads:
-            self._readers[memory].append(name)
-        return deps
 
 
 def _reached(node: fx.Node) -> set[fx.Node]:

@@ -7,8 +7,8 @@ best, and pins the result with fake `WeakDep`s, so that Inductor's later peak-me
 keeps it. Compute is never moved. A new order is used only if the simulator finds it faster than the
 incoming one within the incoming peak.
 
-Pins are a chain through every start, every wait and every kernel that takes real time; small
-kernels between them stay free for Inductor.
+Pins are a chain through every start, every wait, every op that may communicate in a way of its own
+and every kernel that takes real time; small kernels between them stay free for Inductor.
 """
 
 # torch does not type Inductor's scheduler for users.
@@ -17,7 +17,7 @@ kernels between them stay free for Inductor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ def overlap_snodes(
     if not source.program.collectives:
         return list(snodes)
     program = retime(source.program)
-    _pin(_snodes(source, pinned_tasks(program.schedule)))
+    _pin(_snodes(source, pinned_tasks(program.schedule, source.barriers)))
     return _snodes(source, program.schedule.tasks)
 
 
@@ -77,13 +77,18 @@ def retime(program: Program) -> Program:
     return best
 
 
-def pinned_tasks(schedule: Schedule) -> list[Task]:
-    """The tasks whose relative order is pinned: collectives, waits, and kernels that take time."""
+def pinned_tasks(schedule: Schedule, barriers: Collection[str] = ()) -> list[Task]:
+    """The tasks whose relative order is pinned.
+
+    Collectives, waits, ``barriers``, and kernels that take time.
+    """
     total_us = sum(task.duration_us for task in schedule.tasks if task.kind == "compute")
     return [
         task
         for task in schedule.tasks
-        if task.kind != "compute" or task.duration_us > _PINNED_SHARE * total_us
+        if task.kind != "compute"
+        or task.name in barriers
+        or task.duration_us > _PINNED_SHARE * total_us
     ]
 
 

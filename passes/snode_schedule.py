@@ -26,7 +26,9 @@ import torch.fx as fx
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
 from inductor_overlap.passes.collectives import Collective, find_collectives
+from inductor_overlap.passes.fx_ops import is_barrier
 from inductor_overlap.passes.graph_schedule import neutral
+from inductor_overlap.passes.order_links import OrderLinks
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.storages import is_backward
 
@@ -41,6 +43,8 @@ class SnodeProgram:
     program: Program
     snodes: Mapping[str, tuple[BaseSchedulerNode, ...]]
     """Task name -> its nodes: one, but for the start and the waits of a coalesced bucket."""
+    barriers: frozenset[str]
+    """Tasks that no collective may cross: what may communicate in a way of its own."""
 
 
 def read_snodes(
@@ -81,15 +85,21 @@ class _Reader:
         self.start_names: dict[str, str] = {}
         self.first_wait: dict[str, str] = {}
         self._find_collectives()
+        self.barriers = self._barriers(graph)
         self.sizes = self._sizes()
         self.roots = self._storage_roots()
 
     def read(self) -> SnodeProgram:
-        tasks = [self._task(name, parts) for name, parts in self.parts.items()]
         free = [
             neutral(c, self.start_names[c.name], self.first_wait[c.name])
             for c in self.collectives.values()
             if c.free and c.name in self.start_names and c.name in self.first_wait
+        ]
+        movable = self._movable(free)
+        links = OrderLinks(movable)
+        tasks = [
+            self._task(name, parts, links.deps(name, name in self.barriers))
+            for name, parts in self.parts.items()
         ]
         program = Program(
             schedule=Schedule(
@@ -100,10 +110,11 @@ class _Reader:
                 ),
             ),
             collectives=tuple(free),
-            movable=self._movable(free),
+            movable=movable,
             prices=self.prices,
         )
-        return SnodeProgram(program, {name: tuple(parts) for name, parts in self.parts.items()})
+        snodes = {name: tuple(parts) for name, parts in self.parts.items()}
+        return SnodeProgram(program, snodes, self.barriers)
 
     def _find_collectives(self) -> None:
         from torch._inductor.ir import MultiOutput
@@ -124,6 +135,17 @@ class _Reader:
                 found = [self.collectives[node] for node in origins if node in self.collectives]
                 if found and found[0].is_bucket:
                     self._join(name, self.start_names[found[0].name])
+
+    def _barriers(self, graph: fx.Graph) -> frozenset[str]:
+        from torch._inductor.ir import MultiOutput
+
+        barriers = {node for node in graph.nodes if is_barrier(node)}
+        return frozenset(
+            name
+            for name, snode in self.snodes.items()
+            if snode.is_extern() and not isinstance(snode.node, MultiOutput)
+            if not barriers.isdisjoint(_origins(snode))
+        )
 
     def _found_wait(self, name: str, collective: Collective) -> None:
         self.wait_of[name] = collective
@@ -160,10 +182,12 @@ class _Reader:
             buffer = self.roots[buffer]
         return buffer
 
-    def _task(self, name: str, parts: Sequence[BaseSchedulerNode]) -> Task:
+    def _task(
+        self, name: str, parts: Sequence[BaseSchedulerNode], order_deps: Sequence[str]
+    ) -> Task:
         names = [dep.name for snode in parts for dep in snode.unmet_dependencies]
         deps = [self.producer[buffer] for buffer in names if buffer in self.producer]
-        deps = list(dict.fromkeys(dep for dep in deps if dep != name))
+        deps = list(dict.fromkeys(dep for dep in (*deps, *order_deps) if dep != name))
         accesses = [dep for snode in parts for dep in snode.read_writes.reads]
         data = [dep.name for dep in accesses if not getattr(dep, "is_fake", False)]
         reads = list(dict.fromkeys(self._root(buffer) for buffer in data))
@@ -172,7 +196,7 @@ class _Reader:
         written = [buffer for snode in writers for buffer in snode.get_buffer_names()]
         writes = [b for b in written if self._root(b) == b and self.sizes.get(b)]
         own = {buffer for snode in parts for buffer in snode.get_buffer_names()}
-        reads = [b for b in reads if b not in own and (b in self.producer or self._dies(b))]
+        reads = [b for b in reads if b not in own and self._is_counted(b)]
         common: dict[str, Any] = {
             "deps": tuple(deps),
             "reads": tuple(reads),
@@ -211,6 +235,10 @@ class _Reader:
         own = snode.node.get_origin_node()
         nodes = snode.node.get_origins() if own is None else [own]
         return max((self.prices.compute_us(node) for node in nodes), default=0.0)
+
+    def _is_counted(self, buffer: str) -> bool:
+        """Whether ``buffer`` takes memory of the graph's own; one without a size takes none."""
+        return self._dies(buffer) if buffer not in self.producer else bool(self.sizes.get(buffer))
 
     def _dies(self, buffer: str) -> bool:
         """True for graph inputs that a compiled backward frees: all but parameters."""

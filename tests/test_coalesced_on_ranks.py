@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_same_compile(results: list[dict[str, Any]]) 
 
 def test_generated_code_keeps_the_planned_order(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["plans"] == results[0]["plans"]
+        assert [p.digest for p in result["plans"]] == [p.digest for p in results[0]["plans"]]
         for code, plan in zip(result["codes"], result["plans"], strict=True):
             assert started(code) == planned(plan)
             assert any(op.endswith("_coalesced") for op in started(code))

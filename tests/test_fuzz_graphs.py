@@ -7,12 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.fx as fx
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.graphs import TestPrices, compute_calls, fingerprint
 from support.interpreter import run_on_ranks
@@ -57,6 +58,18 @@ WRAPS = st.sampled_from(["auto", "greedy", ["*"], ["layers.0", ["layers.1", "lay
 LIMITS = st.sampled_from([None, None, math.inf])
 
 Wrap = str | list[str | list[str]]
+
+_PARAMETER = Parameter(7, "pg0", torch.bfloat16, True, False, False, False, "sum", False, False)
+_RECIPE = Recipe(
+    parameters=(_PARAMETER,) * 4,
+    steps=tuple((kind, i) for kind in ("use", "grad") for i in range(4)),
+    backward=True,
+    wait_late=False,
+)
+
+
+_HYBRID = replace(_PARAMETER, group="pg1", dtype=torch.float32, early_unpad=True)
+_HYBRID_RECIPE = replace(_RECIPE, parameters=(_HYBRID,) * 4)
 
 
 def overlap(
@@ -106,6 +119,8 @@ def assert_one_wait_each(graph: fx.Graph) -> None:
 
 @stable(25)
 @given(recipes(), PRICES, WRAPS, LIMITS)
+@example(_HYBRID_RECIPE, TestPrices(latency_us=20.0), "auto", math.inf)
+@example(_HYBRID_RECIPE, TestPrices(latency_us=20.0), ["*"], math.inf)
 def test_ranks_agree_and_compute_what_they_did(
     recipe: Recipe, prices: TestPrices, wrap: Wrap, limit: float | None
 ) -> None:
@@ -120,8 +135,14 @@ def test_ranks_agree_and_compute_what_they_did(
     for rank, (theirs, ours) in enumerate(zip(expected, got, strict=True)):
         for want, have in zip(theirs, ours, strict=True):
             assert torch.equal(want, have), f"rank {rank}"
-    plans = {(o.plan.policy, o.plan.digest) for o in outcomes if o is not None}
-    assert len(plans) <= 1
+    assert len({decided(outcome) for outcome in outcomes if outcome is not None}) <= 1
+
+
+def decided(outcome: Outcome) -> tuple[object, ...]:
+    """What must be the same on all ranks, to the last bit."""
+    times = (timeline for timeline in (outcome.before, outcome.after))
+    predicted = [(timeline.step_us, timeline.peak_bytes) for timeline in times]
+    return outcome.plan.policy, outcome.plan.digest, *predicted, outcome.bound.step_us
 
 
 @stable(40)
@@ -212,9 +233,9 @@ def test_a_tight_limit_is_kept_or_refused(
 
 LAUNCHES_PAY = TestPrices(latency_us=50, bytes_per_us=1e4, copy_bytes_per_us=5, member_us=0.1)
 TRAINING = st.builds(
-    lambda rows, group, cast, gradient, share, backward, late: Recipe(
+    lambda rows, group, cast, gradient, share, early, backward, late: Recipe(
         tuple(
-            Parameter(r, group, torch.float32, cast, share, False, False, gradient, False)
+            Parameter(r, group, torch.float32, cast, share, False, False, gradient, False, early)
             for r in rows
         ),
         tuple((kind, i) for kind in ("use", "grad") for i in range(len(rows))),
@@ -225,6 +246,7 @@ TRAINING = st.builds(
     st.sampled_from(["pg0", "pg1"]),
     st.booleans(),
     st.sampled_from(["sum", "avg", "cast"]),
+    st.booleans(),
     st.booleans(),
     st.booleans(),
     st.booleans(),
@@ -245,7 +267,7 @@ def test_coalesced_buckets_hold_like_any_other(recipe: Recipe, wrap: Wrap, room:
     got = run_on_ranks(graphs, inputs, GROUPS)
     for theirs, ours in zip(expected, got, strict=True):
         assert all(torch.equal(want, have) for want, have in zip(theirs, ours, strict=True))
-    assert len({outcome.plan.digest for outcome in outcomes if outcome is not None}) == 1
+    assert len({decided(outcome) for outcome in outcomes if outcome is not None}) == 1
     outcome = outcomes[0]
     assert outcome is not None
     if room == math.inf and wrap == ["*"]:
@@ -263,15 +285,6 @@ def test_coalesced_buckets_hold_like_any_other(recipe: Recipe, wrap: Wrap, room:
     after = fingerprint(graphs[0].graph)
     assert overlap(graphs[0], LAUNCHES_PAY, wrap, limit) is not None
     assert fingerprint(graphs[0].graph) == after
-
-
-_PARAMETER = Parameter(7, "pg0", torch.bfloat16, True, False, False, False, "sum", False)
-_RECIPE = Recipe(
-    parameters=(_PARAMETER,) * 4,
-    steps=tuple((kind, i) for kind in ("use", "grad") for i in range(4)),
-    backward=True,
-    wait_late=False,
-)
 
 
 def print_plan() -> None:

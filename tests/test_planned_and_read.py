@@ -151,3 +151,25 @@ def test_packing_takes_the_same_on_ranks_that_pad_and_as_planned() -> None:
         packing_us += [s[f"{bucket.name}.pack"].duration_us for s in (planned, read)]
     assert packing_us[0] > 0
     assert packing_us[1:] == pytest.approx([packing_us[0]] * 3)
+
+
+@pytest.mark.parametrize("count", [8, 80])
+def test_a_large_packed_bucket_takes_what_was_planned(count: int) -> None:
+    """Each part of a concatenation has a kernel of its own, however many there are."""
+    b = GraphBuilder(group_size=8)
+    shards = [b.parameter(f"layers.{i}.w", 64, 512) for i in range(count)]
+    tangents = b.input("tangents_1", 512, 512)
+    outputs: list[fx.Node] = []
+    for shard in shards:
+        gradient = b.cast(b.mm(tangents, tangents), torch.bfloat16)
+        outputs.append(b.wait(b.stamp(b.scatter_start(gradient), shard)))
+    gm = b.output(*outputs)
+    prices = ClusterCostModel(io.Cluster.preset("cpu-gloo"))
+    program = read_graph(gm.graph, prices).program
+    outcome = overlap_graph(
+        gm.graph, prices, parse_wrap(ONE_BUCKET), memory_limit_bytes=float(2**33)
+    )
+    (bucket,) = outcome.plan.buckets
+    assert (bucket.form, len(bucket.members)) == ("packed", count)
+    planned = bucket_program(program, outcome.plan.buckets).with_order(outcome.plan.order)
+    assert outcome.after.compute_us == pytest.approx(simulate(planned.schedule).compute_us)

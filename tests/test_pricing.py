@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_overlap.cost_model.cluster import Cluster
-from inductor_overlap.cost_model.cluster_prices import ClusterCostModel, placement
+from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.fusion import is_virtual
 from inductor_overlap.cost_model.pricing import (
@@ -269,9 +269,6 @@ def test_unbacked_sizes_are_priced() -> None:
 
 def test_collectives_by_the_placement_of_their_ranks() -> None:
     model = ClusterCostModel(H100)
-    assert placement(tuple(range(16)), 8) == (2, 8)
-    assert placement((0, 8, 16), 8) == (3, 1)
-    assert placement((6, 7, 8), 8) == (2, 2)
     expected = H100.collective_us("all_gather", MIB, num_nodes=3, ranks_per_node=1)
     assert model.collective_us("all_gather", MIB, [0, 8, 16]) == expected
     assert model.collective_us("all_gather", MIB, [5]) == 0

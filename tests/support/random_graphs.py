@@ -36,6 +36,7 @@ class Parameter:
         mutated: the graph writes the shard at its end.
         gradient: "no", "sum", "avg" or "average and cast" of its reduction.
         early_gather: it is gathered at the graph's beginning, not where it is used.
+        early_unpad: HSDP all-reduces what a rank keeps, as DTensor does, not the padded shard.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Parameter:
     mutated: bool
     gradient: str
     early_gather: bool
+    early_unpad: bool
 
     @property
     def whole_rows(self) -> int:
@@ -78,6 +80,7 @@ _PARAMETERS = st.builds(
     mutated=st.sampled_from([False, False, False, False, True]),
     gradient=st.sampled_from(["no", "sum", "sum", "avg", "cast"]),
     early_gather=st.booleans(),
+    early_unpad=st.booleans(),
 )
 _OPS = ["tanh", "tanh", "mm", "view", "all_reduce", "all_to_all", "barrier", "scale_"]
 
@@ -215,6 +218,10 @@ class _Writer:
         if p.group == "pg1":
             if p.gradient == "cast":
                 result = b.cast(result, torch.float32)
+            if p.early_unpad:
+                result = self._unpadded(index, result)
+                shape = list(result.meta["val"].shape)
+                result = b.call(aten.reshape.default, result, shape)  # DTensor leaves one too
             result = b.wait(b.stamp(b.reduce_start(result, "pg2", op=op), self.shards[index]))
         self.gradients.setdefault(index, []).append(result)
 
@@ -224,12 +231,16 @@ class _Writer:
 
     def _finish_gradients(self, index: int) -> None:
         b, p = self.b, self.recipe.parameters[index]
-        rows, _ = shard_rows(p.whole_rows, self._size(p), self._position(p))
-        parts = [b.first_rows(result, rows) for result in self.gradients[index]]
+        parts = [self._unpadded(index, result) for result in self.gradients[index]]
         total = parts[0]
         for part in parts[1:]:
             total = b.call(aten.add.Tensor, total, part)
         self.outputs.append(b.cast(total, p.dtype) if p.dtype != torch.float32 else total)
+
+    def _unpadded(self, index: int, result: fx.Node) -> fx.Node:
+        p = self.recipe.parameters[index]
+        rows, _ = shard_rows(p.whole_rows, self._size(p), self._position(p))
+        return self.b.first_rows(result, rows)
 
     def _tanh(self, _: int) -> None:
         shifted = self.b.call(aten.add.Tensor, self.x, self.offset)

@@ -57,7 +57,7 @@ class Deviation:
 
 
 def tiny_llama(num_layers: int = 2) -> Llama3:
-    """A model whose vocabulary and feed-forward width do not divide by 4."""
+    """A model whose vocabulary does not divide by 4, and whose feed-forward width is odd."""
     torch.manual_seed(7)
     config = Llama3Config(
         dim=32,
@@ -65,7 +65,7 @@ def tiny_llama(num_layers: int = 2) -> Llama3:
         num_heads=4,
         num_kv_heads=2,
         vocab_size=VOCAB_SIZE,
-        ffn_dim=90,
+        ffn_dim=91,
         max_seq=SEQ,
     )
     model = Llama3(config)
