@@ -132,7 +132,10 @@ class _Packer(BucketNodes):
         for member, chunk in zip(self.members, chunks, strict=True):
             contiguous = {"memory_format": torch.contiguous_format}
             copy = self._call(aten.clone.default, (chunk,), contiguous, shape=_shape(chunk))
-            self._replace(member, self._reshape(copy, list(member.output_shape)))
+            # By rows: else a read of rows by an index (an embedding) is not contiguous, so that
+            # Inductor's C++ kernel for it is not vectorised, and what it sums is in another order.
+            rows = self._reshape(copy, [world, *member.input_shape])
+            self._replace(member, self._reshape(rows, list(member.output_shape)))
             unpack[member.waits[0].name] = self.take()
         return MergedBucket(pack, start, wait, unpack)
 

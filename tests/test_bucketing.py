@@ -118,6 +118,13 @@ def test_a_bucket_of_gathers_is_plain_nodes_with_shapes() -> None:
     assert {op.namespace for op in called} == {"aten", "_c10d_functional"}
 
 
+def test_gathered_rows_stay_rows() -> None:
+    """Shards of 4 x 3 and of 7 elements, from two ranks."""
+    merged = merge_and_sort(gathers([(4, 3), (7,)], torch.float32))
+    shapes = [[tuple(n.meta["val"].shape) for n in nodes] for nodes in merged.unpack.values()]
+    assert shapes == [[(2, 12), (2, 4, 3), (8, 3)], [(2, 7), (14,)]]
+
+
 def test_a_bucket_is_recognised_and_not_merged_again() -> None:
     gm = gathers([(4, 3), (1, 5)], torch.float32)
     merge_and_sort(gm)
