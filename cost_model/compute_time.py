@@ -29,6 +29,8 @@ from typing import Final
 
 import torch
 
+from inductor_overlap.cost_model.checks import check_counts, check_size
+
 _NAMES: Final[dict[torch.dtype, str]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -44,13 +46,10 @@ _NAMES: Final[dict[torch.dtype, str]] = {
     torch.complex128: "fp64",
 }
 _ALIASES: Final[dict[str, str]] = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
+    **{str(dtype).removeprefix("torch."): name for dtype, name in _NAMES.items()},
     "half": "fp16",
-    "float32": "fp32",
     "float": "fp32",
     "tfloat32": "tf32",
-    "float64": "fp64",
     "double": "fp64",
     "float8": "fp8",
     "float8_e4m3fn": "fp8",
@@ -158,17 +157,17 @@ def dtype_name(dtype: str | torch.dtype) -> str:
     Raises:
         ValueError: a dtype no matrix unit multiplies.
     """
-    name = _NAMES.get(dtype) if isinstance(dtype, torch.dtype) else _from_text(dtype)
+    name = _NAMES.get(dtype) if isinstance(dtype, torch.dtype) else _from_text(str(dtype))
     if name is None:
         raise ValueError(
-            f"no FLOP rate is known for dtype {dtype}; expected one of "
+            f"no FLOP rate is known for dtype {dtype!r}; expected one of "
             f"{', '.join(ITEM_BYTES)} or the torch.dtype it stands for"
         )
     return name
 
 
 def _from_text(text: str) -> str | None:
-    bare = text.removeprefix("torch.")
+    bare = text.lower().removeprefix("torch.")
     return bare if bare in ITEM_BYTES else _ALIASES.get(bare)
 
 
@@ -185,9 +184,9 @@ def matmul_us(
     """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel; 0 if nothing is computed.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a size that is negative or no whole number.
     """
-    _check_sizes("a matmul", batch=batch, m=m, n=n, k=k)
+    check_counts("a matmul", batch=batch, m=m, n=n, k=k)
     if min(batch, m, n, k) == 0:
         return 0.0
     is_fp8 = peak_format(dtype) == "fp8"
@@ -203,13 +202,6 @@ def matmul_us(
     burst_us = max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
     throttled = 1.0 if sustained else burst_us / (burst_us + SUSTAINED_AFTER_US)
     return burst_us * (1.0 + constants.sustained_slowdown * throttled)
-
-
-def _check_sizes(what: str, **sizes: float) -> None:
-    """Raise ``ValueError`` for a size that is negative or no number."""
-    if not all(size >= 0 for size in sizes.values()):
-        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"sizes of {what} must be >= 0, got {named}")
 
 
 def _waves(tiles: float, constants: ComputeConstants, loss: float) -> float:
@@ -267,9 +259,9 @@ def attention_us(
     ``flash2``: the kernel is FlashAttention 2, which newer GPUs leave far from their peak.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a size that is negative or no whole number.
     """
-    _check_sizes(
+    check_counts(
         "an attention",
         batch=batch,
         q_heads=q_heads,
@@ -329,7 +321,7 @@ def memory_us(size_bytes: float, constants: ComputeConstants) -> float:
     Raises:
         ValueError: a negative size.
     """
-    _check_sizes("a memory kernel", size_bytes=size_bytes)
+    check_size("a memory kernel", size_bytes)
     if size_bytes == 0:
         return 0.0
     return _transfer_us(size_bytes, constants) + constants.kernel_us

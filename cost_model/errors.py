@@ -89,6 +89,11 @@ def compute_error(what: str, gpu: str, measured: Mapping[str, float]) -> float:
     return max(error, float(assumed["error"])) if gpu in assumed["gpus"] else error
 
 
+def measured_kinds() -> frozenset[str]:
+    """What a calibration may know the error of: "collective", and the kinds of kernels."""
+    return frozenset({"collective", *read_table("errors")["compute"]})
+
+
 def weighted(errors: Iterable[tuple[float, float]]) -> float | None:
     """Mean of (time, error) pairs by time; None if nothing takes time."""
     pairs = list(errors)

@@ -10,15 +10,15 @@ A user's model that raises, or returns what is no time, is an error naming the o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.fx as fx
 
+from inductor_overlap.cost_model.checks import is_number
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.errors import PricedCollective, PriceErrors
@@ -109,14 +109,10 @@ class _CheckedCostModel:
         return f"checked {self.model!r}"
 
     def uuid(self) -> str | None:
-        own: Callable[[], object] | None = getattr(self.model, "uuid", None)
-        if own is None:
+        if not hasattr(self.model, "uuid"):
             return None
         where = f"{type(self.model).__qualname__}.uuid"
-        try:
-            identity = own()
-        except Exception as error:
-            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
+        identity = self._called("uuid", where)
         if identity is None:
             return None
         if not isinstance(identity, str):
@@ -154,30 +150,30 @@ class _CheckedCostModel:
         return PriceErrors(type(self.model).__qualname__)
 
     def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
-        own: Callable[[Mapping[str, Sequence[int]]], Machine] | None
-        own = getattr(self.model, "machine", None)
-        return self.fallback.machine(groups) if own is None else own(groups)
+        if not hasattr(self.model, "machine"):
+            return self.fallback.machine(groups)
+        where = f"{type(self.model).__qualname__}.machine"
+        found = self._called("machine", where, groups)
+        if not isinstance(found, Machine):
+            raise CostModelError(f"{where} returned {found!r}; expected a Machine")
+        return found
 
     def _checked(self, method: str, what: str, *args: Any) -> float:
         where = f"{type(self.model).__qualname__}.{method} for {what}"
-        try:
-            value = getattr(self.model, method)(*args)
-        except Exception as error:
-            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, Real) or not 0 <= _float(value) <= MAX_TIME_US:
+        value = self._called(method, where, *args)
+        if not is_number(value) or not 0 <= value <= MAX_TIME_US:
             raise CostModelError(
                 f"{where} returned {value!r}; expected a number of microseconds between 0 and "
                 f"{MAX_TIME_US:g}"
             )
         return float(value)
 
-
-def _float(value: Real) -> float:
-    """``value`` as a float; inf for an int that is too large for one."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    def _called(self, method: str, where: str, *args: Any) -> object:
+        """What the model's ``method`` answers; an exception of its own names ``where``."""
+        try:
+            return getattr(self.model, method)(*args)
+        except Exception as error:
+            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
 def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> RatedPrices:

@@ -1,7 +1,8 @@
 """The tables of ``profiles/*.toml``: constants of a device and of a network, by name.
 
-Refused (``ValueError`` naming the near misses): an unknown device or fabric, a network that is not
-spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``.
+Names are the same in any case: "H100" is "h100". Refused (``ValueError`` naming the near misses):
+an unknown device or fabric, a network that is not spelled
+``<fabric>-<Gbit/s per NIC>x<NICs per node>``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from importlib import resources
 from typing import Any
 
 _NETWORK = re.compile(
-    r"(?P<fabric>[a-z0-9\-/]+?)\??-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)(?:/node|\?|\(.*\))*"
+    r"(?P<fabric>[a-z0-9]+(?:[-/][a-z0-9]+)*?)\??"
+    r"-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)(?:/node|\?|\(.*\))*"
 )
 """As public logs are labelled: a question mark, "/node" or a remark in brackets may follow."""
 
@@ -35,8 +37,7 @@ def device_names() -> tuple[str, ...]:
 def device_constants(gpu: str) -> dict[str, float]:
     """Numbers of a device: the defaults, its family's, its own."""
     profile = read_table("gpus")
-    if gpu not in device_names():
-        raise ValueError(unknown_name("gpu", gpu, device_names()))
+    gpu = known_name("gpu", gpu, device_names())
     merged = profile["defaults"] | profile["families"][profile[gpu]["family"]] | profile[gpu]
     return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
 
@@ -88,9 +89,22 @@ def network_constants(network: str, pcie_generation: float) -> dict[str, float]:
     return constants | own
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+def known_name(what: str, name: object, known: Iterable[str]) -> str:
+    """The one of ``known``, which are in lower case, that ``name`` is in whatever case.
+
+    Raises:
+        ValueError: it is none of them; the message lists those that are spelled alike.
+    """
+    names = sorted(known)
+    if not isinstance(name, str) or name.lower() not in names:
+        raise ValueError(unknown_name(what, name, names))
+    return name.lower()
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
     """The message for a name that is not among ``known``, with those that are spelled alike."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=4, cutoff=0.4)
+    spelled = name.lower() if isinstance(name, str) else ""
+    near = difflib.get_close_matches(spelled, names, n=4, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"

@@ -166,12 +166,15 @@ def test_sizes_and_counts_are_checked() -> None:
             cluster.collective_us("all_gather", -1, num_nodes=1, ranks_per_node=8)
     with pytest.raises(ValueError, match=r"in whole numbers; got num_nodes=1.5"):
         H100.collective_us("all_gather", 1, num_nodes=1.5, ranks_per_node=8)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"sizes of a matmul must be >= 0, got .*k=-3"):
+    with pytest.raises(ValueError, match=r"sizes of a matmul must be >= 0, .* got .*k=-3"):
         H100.matmul_us(1, 2, -3)
-    with pytest.raises(ValueError, match=r"sizes of an attention must be >= 0, got .*seq_q=-5"):
+    with pytest.raises(ValueError, match=r"sizes of an attention must be >= 0, .* got .*seq_q=-5"):
         H100.attention_us(1, 1, 1, -5, 5, 8)
-    with pytest.raises(ValueError, match="sizes of a memory kernel must be >= 0"):
+    with pytest.raises(ValueError, match="size_bytes of a memory kernel must be finite and >= 0"):
         H100.memory_us(-1)
+    # Bytes may be an average or a share.
+    assert H100.memory_us(0.5) > 0
+    assert H100.collective_us("all_gather", 0.5, num_nodes=1, ranks_per_node=8) > 0
     assert H100.matmul_us(0, 2, 3) == H100.attention_us(1, 1, 1, 0, 5, 8) == H100.memory_us(0) == 0
 
 

@@ -164,6 +164,8 @@ def test_memory_time_is_bytes_over_what_a_copy_reaches() -> None:
 def test_dtypes_by_name_and_by_torch() -> None:
     assert dtype_name(torch.bfloat16) == dtype_name("bfloat16") == dtype_name("bf16") == "bf16"
     assert dtype_name("torch.float8_e4m3fn") == dtype_name(torch.float8_e5m2) == "fp8"
+    assert dtype_name("BF16") == dtype_name("torch.BFloat16") == "bf16"
+    assert dtype_name("fp8_e4m3") == dtype_name("FP8_E5M2") == "fp8"
     with pytest.raises(ValueError, match=r"no FLOP rate is known for dtype torch.bool; expected"):
         dtype_name(torch.bool)
 
