@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
-from inductor_overlap.cost_model.compute_time import dtype_name, peak_format
+from inductor_overlap.cost_model.compute_time import dtype_name, has_8_bits, peak_format
 from inductor_overlap.cost_model.errors import (
     SMALL_BYTES,
     PricedCollective,
@@ -157,7 +157,7 @@ class ClusterCostModel:
         once_us = self.cluster.sustained_matmul_us(
             shape.m, shape.n, shape.k, dtype, batch=shape.batch
         )
-        what = "matmul_fp8" if peak_format(dtype) == "fp8" else "matmul"
+        what = f"matmul_{peak_format(dtype)}" if has_8_bits(dtype) else "matmul"
         return self._counted(what, once_us * shape.repeats)
 
     def _attention_us(self, node: fx.Node) -> float:

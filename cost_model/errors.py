@@ -76,7 +76,7 @@ def compute_error(what: str, gpu: str, measured: Mapping[str, float]) -> float:
     """Relative error of a kernel's time.
 
     Args:
-        what: "matmul", "matmul_fp8", "attention", "attention_backward" or "memory".
+        what: "matmul", "matmul_fp8", "matmul_int8", "attention", "attention_backward" or "memory".
         gpu: device, as profiles name it.
         measured: residuals of a calibration by what was measured; empty if there is none.
     """

@@ -19,7 +19,7 @@ def test_every_preset_prices_everything(name: str) -> None:
     cluster = Cluster.preset(name)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         assert cluster.collective_us(kind, 2**20, num_nodes=2, ranks_per_node=4) > 0
-    for dtype in ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64"):
+    for dtype in ("bf16", "fp16", "fp8", "int8", "tf32", "fp32", "fp64"):
         assert cluster.matmul_us(128, 128, 128, dtype) > 0
     assert cluster.attention_us(1, 8, 8, 128, 128, 64, causal=True, backward=True) > 0
 
