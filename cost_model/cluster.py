@@ -373,6 +373,14 @@ class Cluster:
         """Whether a group uses the network: nodes of one NVLink domain do not."""
         return self._domains(num_nodes, ranks_per_node)[0] > 1
 
+    def lacks_network(self, num_nodes: int, ranks_per_node: int) -> bool:
+        """Whether a group of several nodes is priced by NVLink for want of a network.
+
+        Nodes of one NVL72 rack have NVLink.
+        """
+        joined = max(self.gpus_per_node, int(self.constants["nvlink_domain"]))
+        return self.network is None and num_nodes > 1 and num_nodes * ranks_per_node > joined
+
     def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
         """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
         ranks = num_nodes * ranks_per_node

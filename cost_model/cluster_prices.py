@@ -9,7 +9,7 @@ same. Nothing here raises on a graph: an op without a formula costs its bytes an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -98,7 +98,8 @@ class ClusterCostModel:
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
         of_collectives: list[tuple[float, float]] = []
         num_rough = 0
-        for kind, size_bytes, ranks in collectives:
+        priced = list(collectives)
+        for kind, size_bytes, ranks in priced:
             known = kind if kind in COLLECTIVE_KINDS else "all_to_all"
             where = self._placed(ranks)
             error = self.cluster.collective_error(known, size_bytes, **where)
@@ -111,8 +112,27 @@ class ClusterCostModel:
             weighted(of_collectives),
             weighted(of_compute),
             num_rough,
-            (self._about_contention(), self._about_links(), self._about_launches()),
+            (*self.about_machine(), self._about_launches(), *self._about_missing_network(priced)),
         )
+
+    def about_machine(self) -> tuple[str, str]:
+        """How `machine` has collectives disturb compute and each other, one phrase each."""
+        return self._about_contention(), self._about_links()
+
+    def _about_missing_network(self, collectives: Iterable[PricedCollective]) -> Iterator[str]:
+        """That groups of several nodes were priced without a network, if some were."""
+        cluster = self.cluster
+        beyond: set[tuple[int, int]] = set()
+        for kind, _, ranks in collectives:
+            where = placement(tuple(ranks), cluster.gpus_per_node)
+            if cluster.lacks_network(*where) and not cluster.has_curve(kind, *where):
+                beyond.add(where)
+        if beyond:
+            num_nodes, ranks_per_node = max(beyond)
+            yield (
+                f"{num_nodes} nodes of {ranks_per_node} ranks are priced as one, since the cluster "
+                'has no network: name it, as in Cluster(network="ib-ndr-400x8")'
+            )
 
     def _about_contention(self) -> str:
         factor = self.cluster.contention_factor

@@ -33,7 +33,8 @@ class PriceErrors:
         collectives: relative error of communication time; None if nothing is known.
         compute: the same of compute time.
         num_rough: collectives below 1 MB that no calibration covers.
-        assumptions: how collectives disturb compute and each other, one phrase each.
+        assumptions: how collectives disturb compute and each other, and what stands in for what
+            was not given, one phrase each.
     """
 
     prices: str

@@ -146,8 +146,19 @@ class _CheckedCostModel:
         return self._checked("copy_us", f"a copy of {size_bytes} bytes", size_bytes)
 
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
-        """Nothing is known of a user's prices but whose they are."""
-        return PriceErrors(type(self.model).__qualname__)
+        """Nothing is known of a user's prices but whose they are, and what was put beside them."""
+        return PriceErrors(type(self.model).__qualname__, assumptions=tuple(self._assumed()))
+
+    def _assumed(self) -> Iterator[str]:
+        """What the model does not answer, and what was taken for it."""
+        if not hasattr(self.model, "machine"):
+            where = f"{self.fallback.name}, since the cost model has no machine(groups)"
+            yield from self.fallback.about_machine()
+            yield f"these and the times of launches are those of {where}"
+        if not hasattr(self.model, "coalesced_us"):
+            yield "a grouped launch runs its collectives one after the other"
+        if not hasattr(self.model, "copy_us"):
+            yield f"copies take as long as on {self.fallback.cluster.gpu}"
 
     def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
         if not hasattr(self.model, "machine"):
@@ -180,7 +191,7 @@ def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> RatedPric
     """``cost_model`` with all that the passes need.
 
     What a user's model does not answer (copies, the machine) comes from ``fallback``, by default
-    the preset "h100-ib".
+    the preset "h100-ib"; reports say so.
 
     Raises:
         ValueError: ``cost_model`` lacks one of the two methods of `CostModel`.
