@@ -44,6 +44,7 @@ from inductor_overlap.cost_model.grouped_launch import size_classes
 from inductor_overlap.cost_model.profile_tables import (
     device_constants,
     device_names,
+    device_profiles,
     fabric_name,
     known_name,
     network_constants,
@@ -57,6 +58,7 @@ _log = logging.getLogger("inductor_overlap")
 OVERLAP_ORDER = 3.56
 # The chain inside a node of the all-reduce tree against a ring: every GPU relays two streams.
 TREE_SHARE = 0.786
+_BRAND = re.compile(r"^(NVIDIA|Tesla) ")
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,8 @@ class Cluster:
             ValueError: ranks run on devices of different names.
         """
         found = read_surroundings()
-        gpu = "cpu" if found.device_name is None else cls.gpu_named(found.device_name)
-        usual = cls.usual(gpu)
-        if gpu is None:
-            _log.warning(
-                "no profile is for device %r; it is priced as %r. Name the nearest, as in "
-                "Cluster(gpu=...), or calibrate",
-                found.device_name,
-                usual.gpu,
-            )
+        device = found.device_name
+        usual = cls.usual("cpu") if device is None else cls.usual_of_device(device)
         if found.num_nodes == 1:
             room = max(usual.gpus_per_node, found.ranks_per_node)
             return replace(usual, network=None, gpus_per_node=room)
@@ -172,6 +167,20 @@ class Cluster:
             return cls.preset(known)
         return replace(cls.preset("h100-ib"), gpu=gpu or "h100")
 
+    @classmethod
+    def usual_of_device(cls, device_name: str) -> Cluster:
+        """`usual` of what the CUDA runtime calls ``device_name``; warns if no profile is for it."""
+        gpu = cls.gpu_named(device_name)
+        usual = cls.usual(gpu)
+        if gpu is None:
+            _log.warning(
+                "no profile is for device %r; it is priced as %r. Name the nearest, as in "
+                "Cluster(gpu=...), or calibrate",
+                device_name,
+                usual.gpu,
+            )
+        return usual
+
     @staticmethod
     def presets() -> tuple[str, ...]:
         """Names that `preset` accepts."""
@@ -184,14 +193,12 @@ class Cluster:
 
     @staticmethod
     def gpu_named(device_name: str) -> str | None:
-        """The profile of the device that the CUDA runtime calls ``device_name``; None if none."""
-        matches = [
-            (len(part), gpu)
-            for gpu in Cluster.gpus()
-            for part in read_table("gpus")[gpu]["device_names"]
-            if part in device_name
-        ]
-        return max(matches)[1] if matches else None
+        """The profile of the device that the CUDA runtime calls ``device_name``; None if none.
+
+        Only whole names count, beside the brand: "NVIDIA H100 NVL" is another product than "NVIDIA
+        H100", and a MIG slice has the name of its GPU and more.
+        """
+        return device_profiles().get(_BRAND.sub("", device_name))
 
     def collective_us(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int

@@ -213,8 +213,8 @@ def default_cluster(device_type: str) -> Cluster:
     """The cluster assumed when the user names none, by the device type of the graph's tensors.
 
     "cpu" is gloo on this machine; "cuda" is the usual cluster of the model that the CUDA runtime
-    names if one of the profiles is it, else H100s on InfiniBand. The model's name is the only fact
-    that is read from a device; a job of mixed models must name its cluster.
+    names if one of the profiles is it, else H100s on InfiniBand, with a warning. The model's name
+    is the only fact that is read from a device; a job of mixed models must name its cluster.
 
     Raises:
         ValueError: no profile is for this device type.
@@ -226,13 +226,15 @@ def default_cluster(device_type: str) -> Cluster:
             f"no cluster profile is for device type {device_type!r}; pass cluster= (one of "
             f"{', '.join(Cluster.presets())}) or your own cost_model="
         )
-    return Cluster.usual(_visible_gpu() if device_type == "cuda" else None)
+    if device_type == "cuda" and torch.cuda.is_available():
+        return _usual_of_device(torch.cuda.get_device_name(0))
+    return Cluster.usual(None)
 
 
-def _visible_gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return Cluster.gpu_named(torch.cuda.get_device_name(0))
+@cache
+def _usual_of_device(device_name: str) -> Cluster:
+    """`Cluster.usual_of_device`; what it warns of is the same for every graph, and said once."""
+    return Cluster.usual_of_device(device_name)
 
 
 def resolve_cost_model(

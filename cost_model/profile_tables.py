@@ -34,6 +34,13 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(set(read_table("gpus")) - {"families", "defaults"}))
 
 
+@cache
+def device_profiles() -> dict[str, str]:
+    """What the CUDA runtime calls a device, without the brand -> its table."""
+    table = read_table("gpus")
+    return {name: gpu for gpu in device_names() for name in table[gpu]["device_names"]}
+
+
 def device_constants(gpu: str) -> dict[str, float]:
     """Numbers of a device: the defaults, its family's, its own."""
     profile = read_table("gpus")

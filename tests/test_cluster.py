@@ -178,16 +178,41 @@ def test_sizes_and_counts_are_checked() -> None:
     assert H100.matmul_us(0, 2, 3) == H100.attention_us(1, 1, 1, 0, 5, 8) == H100.memory_us(0) == 0
 
 
-def test_devices_are_recognised_by_their_runtime_name() -> None:
-    assert Cluster.gpu_named("NVIDIA H100 80GB HBM3") == "h100"
-    assert Cluster.gpu_named("NVIDIA GH200 480GB") == "gh200"
-    assert Cluster.gpu_named("NVIDIA GB200") == "gb200"
-    assert Cluster.gpu_named("NVIDIA A100-SXM4-40GB") == "a100-40gb"
-    assert Cluster.gpu_named("NVIDIA A100-SXM-64GB") == "a100"
-    assert Cluster.gpu_named("NVIDIA H100 PCIe") == "h100-pcie"
-    # The 96 GB part has no more to its name; every other H100 has.
-    assert Cluster.gpu_named("NVIDIA H100") == "h100-96gb"
-    assert Cluster.gpu_named("Quadro") is None
+@pytest.mark.parametrize(
+    ("device_name", "gpu"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        # The 96 GB part has no more to its name; every other H100 has.
+        ("NVIDIA H100", "h100-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 120GB", "gh200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA L40S", "l40s"),
+        # Other products, and a slice of one.
+        ("Tesla V100-PCIE-16GB", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA GH200 144G HBM3e", None),
+        ("Quadro", None),
+    ],
+)
+def test_devices_are_recognised_by_their_runtime_name(device_name: str, gpu: str | None) -> None:
+    assert Cluster.gpu_named(device_name) == gpu
 
 
 def test_errors_are_larger_for_small_sizes_and_across_nodes() -> None:
