@@ -69,7 +69,8 @@ class Cluster:
         gpu: a device of ``profiles/gpus.toml`` (``"h100"``, ``"b200"``, ``"cpu"``, ...).
         network: ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, as in ``"ib-ndr-400x8"``; ``None``
             (or "none") is a single node: groups larger than a node are priced as if NVLink joined
-            them.
+            them, and reports say so. ``"roce-cross-domain-400x4"``: NVLink does not join its nodes,
+            though the device's racks are NVLink domains.
         gpus_per_node: GPUs (ranks) of a node.
         share_links: whether communicators on the same NICs or NVLink share their bandwidth.
         contention: factor on compute while a collective is in flight; None: the profile's.

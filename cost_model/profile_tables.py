@@ -20,6 +20,8 @@ _NETWORK = re.compile(
     r"-(?P<rate>\d+(?:\.\d+)?)x(?P<nics>\d+)(?:/node|\?|\(.*\))*"
 )
 """As public logs are labelled: a question mark, "/node" or a remark in brackets may follow."""
+_CROSS_DOMAIN = re.compile(r"(?<![a-z0-9])cross-domain(?![a-z0-9])")
+"""In the fabric's part of a network: NVLink does not join its nodes, even those of one rack."""
 
 
 @cache
@@ -83,6 +85,7 @@ def _fabric_spellings() -> dict[str, str]:
 def network_constants(network: str, pcie_generation: float) -> dict[str, float]:
     """Constants of the network's fabric, the number of NICs of a node and the GB/s of each.
 
+    A network "<fabric>-cross-domain-..." has an ``nvlink_domain`` of 1, instead of the device's.
     ``pcie_generation``: of the GPUs' host links, which some fabrics depend on.
     """
     match = _match_network(network)
@@ -93,6 +96,8 @@ def network_constants(network: str, pcie_generation: float) -> dict[str, float]:
     own = {"num_nics": float(match["nics"]), "nic_gb_per_s": float(match["rate"]) / 8}
     if min(own.values()) <= 0:
         raise ValueError(f"network {network!r} has no bandwidth: rate and NICs must be positive")
+    if _CROSS_DOMAIN.search(match["fabric"]):
+        own["nvlink_domain"] = 1.0
     return constants | own
 
 

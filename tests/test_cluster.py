@@ -97,6 +97,22 @@ def test_networks_are_spelled_like_the_public_logs() -> None:
             assert Cluster("h100", network).fabric == fabric
 
 
+def test_names_are_the_same_in_any_case() -> None:
+    assert Cluster.preset("H100-IB") == Cluster("H100", "IB-NDR-400X8") == H100
+    assert Cluster("h100", "None") == Cluster("h100")
+    assert Cluster.usual("GB300") == Cluster.preset("gb300-nvl72")
+
+
+def test_a_network_across_domains_is_not_nvlink() -> None:
+    for device in ("gb200", "gb300"):
+        rack = Cluster(device, "roce-400x8", gpus_per_node=4)
+        assert not rack.leaves_nvlink(2, 4)
+        for network in ("roce-gib-cross-domain-400x8/node", "roce-cross-domain-400x8"):
+            across = Cluster(device, network, gpus_per_node=4)
+            assert across.leaves_nvlink(2, 4)
+            assert across.link_constants(4) == rack.link_constants(4)
+
+
 def test_mistakes_name_the_near_misses() -> None:
     with pytest.raises(ValueError, match=r"cluster preset 'h100-ibb'; did you mean h100-ib"):
         Cluster.preset("h100-ibb")
