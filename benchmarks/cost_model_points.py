@@ -111,12 +111,10 @@ def _collective(row: dict[str, str], curve_length: int) -> CollectivePoint:
     by_four = gpu in TRAY_GPUS or "4gpu" in row["interconnect"]
     network = None if row["network"] == "none" else row["network"]
     gpus_per_node = max(4 if by_four else 8, int(row["ranks_per_node"]))
-    # Racks were not joined by NVLink in the logs that cross nodes.
-    overrides = (("nvlink_domain", 1.0),) if network else ()
     return CollectivePoint(
         source=row["source_url"],
         gpu=gpu,
-        cluster=Cluster(gpu, network, gpus_per_node, overrides=overrides),
+        cluster=Cluster(gpu, network, gpus_per_node),
         num_nodes=int(row["n_nodes"]),
         ranks_per_node=int(row["ranks_per_node"]),
         kind=row["collective"],

@@ -35,7 +35,7 @@ _TOLERANCE = 0.05
 """How far smoothing may move a time: what repeated nccl-tests runs differ by."""
 _RATES_OF_A_CPU = {
     "fp32_tflop_per_s": ("tf32_tflop_per_s", "fp16_tflop_per_s", "fp64_tflop_per_s"),
-    "bf16_tflop_per_s": ("fp8_tflop_per_s",),
+    "bf16_tflop_per_s": ("fp8_tflop_per_s", "int8_tflop_per_s"),
 }
 """Rates that are not measured and move with one that is."""
 

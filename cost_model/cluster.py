@@ -2,10 +2,12 @@
 
 A `Cluster` is a name for constants: the devices, fabrics and presets of ``profiles/*.toml``, where
 each number has its source. It answers what one collective, one matmul or one attention costs.
-Nothing is read from a device: two ranks that build the same `Cluster` get the same numbers.
+Nothing is read from a device: two ranks that build the same `Cluster` get the same numbers. Names
+are the same in any case: "H100" is "h100".
 
 Refused (``ValueError`` naming the near misses): an unknown GPU, fabric or preset, a network that
-is not spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, an override that names no constant.
+is not spelled ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, an override that names no constant,
+an error of what is not priced.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from numbers import Real
 from typing import cast
 
 import torch
 
+from inductor_overlap.cost_model.checks import check_size, is_count, is_number
 from inductor_overlap.cost_model.collective_time import (
     LinkConstants,
     check_collective,
-    check_size,
     collective_us,
 )
 from inductor_overlap.cost_model.compute_time import (
@@ -37,12 +39,14 @@ from inductor_overlap.cost_model.compute_time import (
 )
 from inductor_overlap.cost_model.curve import Curve
 from inductor_overlap.cost_model.detect import read_surroundings
-from inductor_overlap.cost_model.errors import collective_error, compute_error
+from inductor_overlap.cost_model.errors import collective_error, compute_error, measured_kinds
 from inductor_overlap.cost_model.grouped_launch import size_classes
 from inductor_overlap.cost_model.profile_tables import (
     device_constants,
     device_names,
+    device_profiles,
     fabric_name,
+    known_name,
     network_constants,
     read_table,
     unknown_name,
@@ -54,6 +58,7 @@ _log = logging.getLogger("inductor_overlap")
 OVERLAP_ORDER = 3.56
 # The chain inside a node of the all-reduce tree against a ring: every GPU relays two streams.
 TREE_SHARE = 0.786
+_BRAND = re.compile(r"^(NVIDIA|Tesla) ")
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,15 @@ class Cluster:
         gpu: a device of ``profiles/gpus.toml`` (``"h100"``, ``"b200"``, ``"cpu"``, ...).
         network: ``<fabric>-<Gbit/s per NIC>x<NICs per node>``, as in ``"ib-ndr-400x8"``; ``None``
             (or "none") is a single node: groups larger than a node are priced as if NVLink joined
-            them.
+            them, and reports say so. ``"roce-cross-domain-400x4"``: NVLink does not join its nodes,
+            though the device's racks are NVLink domains.
         gpus_per_node: GPUs (ranks) of a node.
         share_links: whether communicators on the same NICs or NVLink share their bandwidth.
         contention: factor on compute while a collective is in flight; None: the profile's.
         overrides: constants that replace those of the profiles, as (name, value) pairs.
         curves: measured times that replace the formulas for their kind and placement.
-        errors: relative errors to expect instead of the profiles', as (name, value) pairs. A
-            calibration writes all three.
+        errors: relative errors to expect instead of the profiles', as (what, value) pairs:
+            "collective", or a kind of kernel as in `compute_error`. A calibration writes all three.
     """
 
     gpu: str = "h100"
@@ -84,28 +90,33 @@ class Cluster:
     errors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.network == "none":
-            object.__setattr__(self, "network", None)
-        if not _is_count(self.gpus_per_node):
+        if not isinstance(self.gpu, str) or not isinstance(self.network, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"gpu must be a name, and network a name or None; got gpu={self.gpu!r}, "
+                f"network={self.network!r}"
+            )
+        object.__setattr__(self, "gpu", known_name("gpu", self.gpu, device_names()))
+        network = None if self.network is None else self.network.lower()
+        object.__setattr__(self, "network", None if network == "none" else network)
+        if not is_count(self.gpus_per_node):
             raise ValueError(
                 f"gpus_per_node must be at least 1, got {self.gpus_per_node!r}; expected an int"
             )
         if not isinstance(self.share_links, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"share_links must be True or False, got {self.share_links!r}")
         if self.contention is not None and not (
-            isinstance(self.contention, Real) and 1.0 <= self.contention < math.inf
+            is_number(self.contention) and self.contention >= 1.0
         ):
             raise ValueError(
                 f"contention is a slowdown, a finite number >= 1, or None; got {self.contention!r}"
             )
-        if not isinstance(self.gpu, str) or not isinstance(self.network, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"gpu must be a name, and network a name or None; got gpu={self.gpu!r}, "
-                f"network={self.network!r}"
-            )
         _check_overrides(self.overrides, set(self._profiled))
-        if not all(isinstance(curve, Curve) for curve in self.curves):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"curves are Curve objects of a calibration; got {self.curves!r}")
+        _check_errors(self.errors)
+        curves = cast("object", self.curves)
+        if not isinstance(curves, tuple) or not all(isinstance(c, Curve) for c in self.curves):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"curves are a tuple of Curve objects, of a calibration; got {self.curves!r}"
+            )
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
@@ -115,9 +126,7 @@ class Cluster:
             ValueError: no such preset; the message lists those that are spelled alike.
         """
         presets = read_table("presets")
-        if name not in presets:
-            raise ValueError(unknown_name("cluster preset", name, presets))
-        return cls(**presets[name])
+        return cls(**presets[known_name("cluster preset", name, presets)])
 
     @classmethod
     def detect(cls) -> Cluster:
@@ -133,15 +142,8 @@ class Cluster:
             ValueError: ranks run on devices of different names.
         """
         found = read_surroundings()
-        gpu = "cpu" if found.device_name is None else cls.gpu_named(found.device_name)
-        usual = cls.usual(gpu)
-        if gpu is None:
-            _log.warning(
-                "no profile is for device %r; it is priced as %r. Name the nearest, as in "
-                "Cluster(gpu=...), or calibrate",
-                found.device_name,
-                usual.gpu,
-            )
+        device = found.device_name
+        usual = cls.usual("cpu") if device is None else cls.usual_of_device(device)
         if found.num_nodes == 1:
             room = max(usual.gpus_per_node, found.ranks_per_node)
             return replace(usual, network=None, gpus_per_node=room)
@@ -158,11 +160,27 @@ class Cluster:
     @classmethod
     def usual(cls, gpu: str | None) -> Cluster:
         """The preset that ``gpu`` is most often found in; None, or one in no preset: an H100's."""
+        if gpu is not None:
+            gpu = known_name("gpu", gpu, device_names())
         presets = (f"{gpu}-ib", f"{gpu}-nvl72", f"{gpu}-slingshot", f"{gpu}-gloo")
         known = next((name for name in presets if name in cls.presets()), None)
         if known is not None:
             return cls.preset(known)
         return replace(cls.preset("h100-ib"), gpu=gpu or "h100")
+
+    @classmethod
+    def usual_of_device(cls, device_name: str) -> Cluster:
+        """`usual` of what the CUDA runtime calls ``device_name``; warns if no profile is for it."""
+        gpu = cls.gpu_named(device_name)
+        usual = cls.usual(gpu)
+        if gpu is None:
+            _log.warning(
+                "no profile is for device %r; it is priced as %r. Name the nearest, as in "
+                "Cluster(gpu=...), or calibrate",
+                device_name,
+                usual.gpu,
+            )
+        return usual
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -176,14 +194,12 @@ class Cluster:
 
     @staticmethod
     def gpu_named(device_name: str) -> str | None:
-        """The profile of the device that the CUDA runtime calls ``device_name``; None if none."""
-        matches = [
-            (len(part), gpu)
-            for gpu in Cluster.gpus()
-            for part in read_table("gpus")[gpu]["device_names"]
-            if part in device_name
-        ]
-        return max(matches)[1] if matches else None
+        """The profile of the device that the CUDA runtime calls ``device_name``; None if none.
+
+        Only whole names count, beside the brand: "NVIDIA H100 NVL" is another product than "NVIDIA
+        H100", and a MIG slice has the name of its GPU and more.
+        """
+        return device_profiles().get(_BRAND.sub("", device_name))
 
     def collective_us(
         self, kind: str, size_bytes: float, *, num_nodes: int, ranks_per_node: int
@@ -197,7 +213,7 @@ class Cluster:
             ranks_per_node: its ranks on each of them.
 
         Raises:
-            ValueError: an unknown kind, an empty group, a negative size.
+            ValueError: an unknown kind, an empty group, a size that is negative or no number.
         """
         check_collective(kind, num_nodes, ranks_per_node)
         curve = self._curves.get((kind, num_nodes, ranks_per_node))
@@ -365,6 +381,14 @@ class Cluster:
         """Whether a group uses the network: nodes of one NVLink domain do not."""
         return self._domains(num_nodes, ranks_per_node)[0] > 1
 
+    def lacks_network(self, num_nodes: int, ranks_per_node: int) -> bool:
+        """Whether a group of several nodes is priced by NVLink for want of a network.
+
+        Nodes of one NVL72 rack have NVLink.
+        """
+        joined = max(self.gpus_per_node, int(self.constants["nvlink_domain"]))
+        return self.network is None and num_nodes > 1 and num_nodes * ranks_per_node > joined
+
     def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
         """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
         ranks = num_nodes * ranks_per_node
@@ -401,20 +425,30 @@ class Cluster:
         return None if self.network is None else fabric_name(self.network)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _check_overrides(overrides: Iterable[object], known: set[str]) -> None:
-    """Raise ``ValueError`` for what is no (name, value) pair of a known constant and a number."""
-    for pair in overrides:
+def _check_pairs(field: str, what: str, pairs: object, known: Collection[str]) -> None:
+    """Raise ``ValueError`` for what is no tuple of (name, value), a known name and a number."""
+    spelled = f"{field} are (name, value) pairs, as in tuple(dict.items())"
+    if not isinstance(pairs, tuple):
+        raise ValueError(f"{spelled}; got {pairs!r}")
+    for pair in cast("tuple[object, ...]", pairs):
         if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
-            raise ValueError(f"overrides are (name, value) pairs, as in dict.items(); got {pair!r}")
-        name, value = cast("tuple[str, object]", pair)
-        if name not in known:
-            raise ValueError(unknown_name("constant", name, known))
-        if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-            raise ValueError(f"constant {name} must be finite and >= 0, got {value!r}")
+            raise ValueError(f"{spelled}; got {pair!r} among them")
+        name, value = cast("tuple[object, object]", pair)
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(unknown_name(what, name, known))
+        if not is_number(value) or value < 0:
+            raise ValueError(f"{what} {name} must be finite and >= 0, got {value!r}")
+
+
+def _check_errors(errors: tuple[tuple[str, float], ...]) -> None:
+    """Raise ``ValueError`` for what is no relative error of something that is priced."""
+    _check_pairs("errors", "error", errors, measured_kinds())
+
+
+def _check_overrides(overrides: tuple[tuple[str, float], ...], known: set[str]) -> None:
+    """Raise ``ValueError`` for what is no (name, value) pair of a known constant and a number."""
+    _check_pairs("overrides", "constant", overrides, known)
+    for name, value in overrides:
         if value == 0 and name.endswith(("_gb_per_s", "_tflop_per_s")):
             raise ValueError(f"constant {name} is a rate and must be > 0, got {value!r}")
         if name == "queue_width" and value < 1:

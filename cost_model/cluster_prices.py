@@ -9,14 +9,14 @@ same. Nothing here raises on a graph: an op without a formula costs its bytes an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx as fx
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
-from inductor_overlap.cost_model.compute_time import dtype_name, peak_format
+from inductor_overlap.cost_model.compute_time import dtype_name, has_8_bits, peak_format
 from inductor_overlap.cost_model.errors import (
     SMALL_BYTES,
     PricedCollective,
@@ -103,7 +103,8 @@ class ClusterCostModel:
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
         of_collectives: list[tuple[float, float]] = []
         num_rough = 0
-        for kind, size_bytes, ranks in collectives:
+        priced = list(collectives)
+        for kind, size_bytes, ranks in priced:
             known = kind if kind in COLLECTIVE_KINDS else "all_to_all"
             where = self._placed(ranks)
             error = self.cluster.collective_error(known, size_bytes, **where)
@@ -116,8 +117,27 @@ class ClusterCostModel:
             weighted(of_collectives),
             weighted(of_compute),
             num_rough,
-            (self._about_contention(), self._about_links(), self._about_launches()),
+            (*self.about_machine(), self._about_launches(), *self._about_missing_network(priced)),
         )
+
+    def about_machine(self) -> tuple[str, str]:
+        """How `machine` has collectives disturb compute and each other, one phrase each."""
+        return self._about_contention(), self._about_links()
+
+    def _about_missing_network(self, collectives: Iterable[PricedCollective]) -> Iterator[str]:
+        """That groups of several nodes were priced without a network, if some were."""
+        cluster = self.cluster
+        beyond: set[tuple[int, int]] = set()
+        for kind, _, ranks in collectives:
+            where = placement(tuple(ranks), cluster.gpus_per_node)
+            if cluster.lacks_network(*where) and not cluster.has_curve(kind, *where):
+                beyond.add(where)
+        if beyond:
+            num_nodes, ranks_per_node = max(beyond)
+            yield (
+                f"{num_nodes} nodes of {ranks_per_node} ranks are priced as one, since the cluster "
+                'has no network: name it, as in Cluster(network="ib-ndr-400x8")'
+            )
 
     def _about_contention(self) -> str:
         factor = self.cluster.contention_factor
@@ -162,7 +182,7 @@ class ClusterCostModel:
         once_us = self.cluster.sustained_matmul_us(
             shape.m, shape.n, shape.k, dtype, batch=shape.batch
         )
-        what = "matmul_fp8" if peak_format(dtype) == "fp8" else "matmul"
+        what = f"matmul_{peak_format(dtype)}" if has_8_bits(dtype) else "matmul"
         return self._counted(what, once_us * shape.repeats)
 
     def _attention_us(self, node: fx.Node) -> float:

@@ -30,13 +30,13 @@ documentation; constants: the profiles, fitted to public nccl-tests logs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import cache
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import sympy as sp  # pyright: ignore[reportMissingTypeStubs]
+
+from inductor_overlap.cost_model.checks import check_size, is_count
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
@@ -243,18 +243,11 @@ def check_collective(kind: str, num_nodes: int, ranks_per_node: int) -> None:
         raise ValueError(
             f"unknown collective kind {kind!r}; expected one of {', '.join(COLLECTIVE_KINDS)}"
         )
-    counts = num_nodes, ranks_per_node
-    if not all(isinstance(count, Integral) and count >= 1 for count in counts):
+    if not is_count(num_nodes) or not is_count(ranks_per_node):
         raise ValueError(
             "a group needs at least one node and one rank per node, in whole numbers; got "
-            f"num_nodes={num_nodes}, ranks_per_node={ranks_per_node}"
+            f"num_nodes={num_nodes!r}, ranks_per_node={ranks_per_node!r}"
         )
-
-
-def check_size(kind: str, size_bytes: float) -> None:
-    """Raise ``ValueError`` for a size that is negative or not finite."""
-    if not 0 <= size_bytes < math.inf:
-        raise ValueError(f"size_bytes of {kind} must be finite and >= 0, got {size_bytes}")
 
 
 def collective_us(

@@ -29,6 +29,8 @@ from typing import Final
 
 import torch
 
+from inductor_overlap.cost_model.checks import check_counts, check_size
+
 _NAMES: Final[dict[torch.dtype, str]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -38,28 +40,25 @@ _NAMES: Final[dict[torch.dtype, str]] = {
     torch.float8_e5m2: "fp8",
     torch.float8_e4m3fnuz: "fp8",
     torch.float8_e5m2fnuz: "fp8",
-    torch.int8: "fp8",
-    torch.uint8: "fp8",
+    torch.int8: "int8",
+    torch.uint8: "int8",
     torch.complex64: "fp32",
     torch.complex128: "fp64",
 }
 _ALIASES: Final[dict[str, str]] = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
+    **{str(dtype).removeprefix("torch."): name for dtype, name in _NAMES.items()},
     "half": "fp16",
-    "float32": "fp32",
     "float": "fp32",
     "tfloat32": "tf32",
-    "float64": "fp64",
     "double": "fp64",
     "float8": "fp8",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-    "int8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
 }
 ITEM_BYTES: Final[dict[str, int]] = {
     "fp8": 1,
     "mxfp8": 1,
+    "int8": 1,
     "bf16": 2,
     "fp16": 2,
     "tf32": 4,
@@ -92,7 +91,7 @@ class ComputeConstants:
     Attributes:
         num_sms: streaming multiprocessors (CPU: cores) that share the tiles of a kernel.
         matmul_efficiency: share of the peak that large matmuls reach in a burst.
-        fp8_efficiency: the same for fp8 matmuls with their scales.
+        fp8_efficiency: the same for matmuls of 8 bits: fp8 with their scales, int8.
         prologue_k: start of a tile, in steps of K.
         sustained_slowdown: how much longer a matmul takes at sustained clocks, as a share.
         attention_efficiency: share of the peak that fused attention reaches, forward.
@@ -117,6 +116,7 @@ class ComputeConstants:
     bf16_tflop_per_s: float
     fp16_tflop_per_s: float
     fp8_tflop_per_s: float
+    int8_tflop_per_s: float
     tf32_tflop_per_s: float
     fp32_tflop_per_s: float
     fp64_tflop_per_s: float
@@ -152,23 +152,28 @@ def peak_format(dtype: str) -> str:
     return dtype.removeprefix("mx")
 
 
+def has_8_bits(dtype: str) -> bool:
+    """Whether matmuls and attention of a dtype run at the efficiencies of 8-bit formats."""
+    return ITEM_BYTES[dtype] == 1
+
+
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """One of ``ITEM_BYTES``: "bf16", "fp16", "fp8", "mxfp8", "tf32", "fp32", "fp64".
+    """One of ``ITEM_BYTES``: "bf16", "fp16", "fp8", "mxfp8", "int8", "tf32", "fp32", "fp64".
 
     Raises:
         ValueError: a dtype no matrix unit multiplies.
     """
-    name = _NAMES.get(dtype) if isinstance(dtype, torch.dtype) else _from_text(dtype)
+    name = _NAMES.get(dtype) if isinstance(dtype, torch.dtype) else _from_text(str(dtype))
     if name is None:
         raise ValueError(
-            f"no FLOP rate is known for dtype {dtype}; expected one of "
+            f"no FLOP rate is known for dtype {dtype!r}; expected one of "
             f"{', '.join(ITEM_BYTES)} or the torch.dtype it stands for"
         )
     return name
 
 
 def _from_text(text: str) -> str | None:
-    bare = text.removeprefix("torch.")
+    bare = text.lower().removeprefix("torch.")
     return bare if bare in ITEM_BYTES else _ALIASES.get(bare)
 
 
@@ -185,13 +190,12 @@ def matmul_us(
     """Time (us) of ``batch`` products (m, k) x (k, n) in one kernel; 0 if nothing is computed.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a size that is negative or no whole number.
     """
-    _check_sizes("a matmul", batch=batch, m=m, n=n, k=k)
+    check_counts("a matmul", batch=batch, m=m, n=n, k=k)
     if min(batch, m, n, k) == 0:
         return 0.0
-    is_fp8 = peak_format(dtype) == "fp8"
-    share = constants.fp8_efficiency if is_fp8 else constants.matmul_efficiency
+    share = constants.fp8_efficiency if has_8_bits(dtype) else constants.matmul_efficiency
     rate = constants.sm_flop_per_us(dtype) * share
     steps = 2.0 * (k + constants.prologue_k) / rate
     compute_us = min(
@@ -203,13 +207,6 @@ def matmul_us(
     burst_us = max(compute_us, _transfer_us(moved, constants)) + constants.kernel_us
     throttled = 1.0 if sustained else burst_us / (burst_us + SUSTAINED_AFTER_US)
     return burst_us * (1.0 + constants.sustained_slowdown * throttled)
-
-
-def _check_sizes(what: str, **sizes: float) -> None:
-    """Raise ``ValueError`` for a size that is negative or no number."""
-    if not all(size >= 0 for size in sizes.values()):
-        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"sizes of {what} must be >= 0, got {named}")
 
 
 def _waves(tiles: float, constants: ComputeConstants, loss: float) -> float:
@@ -267,9 +264,9 @@ def attention_us(
     ``flash2``: the kernel is FlashAttention 2, which newer GPUs leave far from their peak.
 
     Raises:
-        ValueError: a negative size.
+        ValueError: a size that is negative or no whole number.
     """
-    _check_sizes(
+    check_counts(
         "an attention",
         batch=batch,
         q_heads=q_heads,
@@ -296,7 +293,7 @@ def attention_us(
     summed = 0
     if backward and kv_heads < q_heads:
         # Gradients of K and V are written for each query head, then read and summed over a group.
-        item_bytes = 4 if peak_format(dtype) == "fp8" else ITEM_BYTES[dtype]
+        item_bytes = 4 if has_8_bits(dtype) else ITEM_BYTES[dtype]
         summed = 2 * batch * q_heads * seq_kv * (head_dim + head_dim_v) * item_bytes
     busy_us = max(compute_us, transfer_us) + _transfer_us(summed, constants)
     return busy_us + passes * constants.attention_us
@@ -318,7 +315,7 @@ def _attention_share(
         share = c.flash2_efficiency if flash2 else c.attention_efficiency
         fp8_share, softmax_dims = c.attention_fp8_share, c.attention_fp8_softmax
         scaled_share = c.attention_mxfp8_share
-    if peak_format(dtype) != "fp8":
+    if not has_8_bits(dtype):
         return share, 0.0
     return share * fp8_share * (scaled_share if dtype == "mxfp8" else 1.0), softmax_dims
 
@@ -329,7 +326,7 @@ def memory_us(size_bytes: float, constants: ComputeConstants) -> float:
     Raises:
         ValueError: a negative size.
     """
-    _check_sizes("a memory kernel", size_bytes=size_bytes)
+    check_size("a memory kernel", size_bytes)
     if size_bytes == 0:
         return 0.0
     return _transfer_us(size_bytes, constants) + constants.kernel_us

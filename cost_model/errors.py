@@ -33,7 +33,8 @@ class PriceErrors:
         collectives: relative error of communication time; None if nothing is known.
         compute: the same of compute time.
         num_rough: collectives below 1 MB that no calibration covers.
-        assumptions: how collectives disturb compute and each other, one phrase each.
+        assumptions: how collectives disturb compute and each other, and what stands in for what
+            was not given, one phrase each.
     """
 
     prices: str
@@ -76,7 +77,7 @@ def compute_error(what: str, gpu: str, measured: Mapping[str, float]) -> float:
     """Relative error of a kernel's time.
 
     Args:
-        what: "matmul", "matmul_fp8", "attention", "attention_backward" or "memory".
+        what: "matmul", "matmul_fp8", "matmul_int8", "attention", "attention_backward" or "memory".
         gpu: device, as profiles name it.
         measured: residuals of a calibration by what was measured; empty if there is none.
     """
@@ -87,6 +88,11 @@ def compute_error(what: str, gpu: str, measured: Mapping[str, float]) -> float:
     error = float(errors["compute"][what])
     assumed = errors["assumed"]
     return max(error, float(assumed["error"])) if gpu in assumed["gpus"] else error
+
+
+def measured_kinds() -> frozenset[str]:
+    """What a calibration may know the error of: "collective", and the kinds of kernels."""
+    return frozenset({"collective", *read_table("errors")["compute"]})
 
 
 def weighted(errors: Iterable[tuple[float, float]]) -> float | None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import check_collective
-from inductor_overlap.cost_model.compute_time import dtype_name, peak_format
+from inductor_overlap.cost_model.compute_time import dtype_name, has_8_bits, peak_format
 
 LOCAL_CONSTANTS = (
     "base_us",
@@ -140,10 +140,10 @@ class MatmulMeasurement:
         return "matmul"
 
     def constants(self, cluster: Cluster) -> tuple[str, ...]:
-        name = peak_format(dtype_name(self.dtype))
+        name = dtype_name(self.dtype)
         if cluster.gpu == "cpu":
-            return (f"{name}_tflop_per_s", "kernel_us")
-        return ("fp8_efficiency",) if name == "fp8" else ("matmul_efficiency",)
+            return (f"{peak_format(name)}_tflop_per_s", "kernel_us")
+        return ("fp8_efficiency",) if has_8_bits(name) else ("matmul_efficiency",)
 
     def predicted_us(self, cluster: Cluster) -> float:
         predict = cluster.sustained_matmul_us if self.sustained else cluster.matmul_us

@@ -10,15 +10,15 @@ A user's model that raises, or returns what is no time, is an error naming the o
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.fx as fx
 
+from inductor_overlap.cost_model.checks import is_number
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.errors import PricedCollective, PriceErrors
@@ -109,14 +109,10 @@ class _CheckedCostModel:
         return f"checked {self.model!r}"
 
     def uuid(self) -> str | None:
-        own: Callable[[], object] | None = getattr(self.model, "uuid", None)
-        if own is None:
+        if not hasattr(self.model, "uuid"):
             return None
         where = f"{type(self.model).__qualname__}.uuid"
-        try:
-            identity = own()
-        except Exception as error:
-            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
+        identity = self._called("uuid", where)
         if identity is None:
             return None
         if not isinstance(identity, str):
@@ -150,41 +146,52 @@ class _CheckedCostModel:
         return self._checked("copy_us", f"a copy of {size_bytes} bytes", size_bytes)
 
     def errors(self, collectives: Iterable[PricedCollective]) -> PriceErrors:
-        """Nothing is known of a user's prices but whose they are."""
-        return PriceErrors(type(self.model).__qualname__)
+        """Nothing is known of a user's prices but whose they are, and what was put beside them."""
+        return PriceErrors(type(self.model).__qualname__, assumptions=tuple(self._assumed()))
+
+    def _assumed(self) -> Iterator[str]:
+        """What the model does not answer, and what was taken for it."""
+        if not hasattr(self.model, "machine"):
+            where = f"{self.fallback.name}, since the cost model has no machine(groups)"
+            yield from self.fallback.about_machine()
+            yield f"these and the times of launches are those of {where}"
+        if not hasattr(self.model, "coalesced_us"):
+            yield "a grouped launch runs its collectives one after the other"
+        if not hasattr(self.model, "copy_us"):
+            yield f"copies take as long as on {self.fallback.cluster.gpu}"
 
     def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
-        own: Callable[[Mapping[str, Sequence[int]]], Machine] | None
-        own = getattr(self.model, "machine", None)
-        return self.fallback.machine(groups) if own is None else own(groups)
+        if not hasattr(self.model, "machine"):
+            return self.fallback.machine(groups)
+        where = f"{type(self.model).__qualname__}.machine"
+        found = self._called("machine", where, groups)
+        if not isinstance(found, Machine):
+            raise CostModelError(f"{where} returned {found!r}; expected a Machine")
+        return found
 
     def _checked(self, method: str, what: str, *args: Any) -> float:
         where = f"{type(self.model).__qualname__}.{method} for {what}"
-        try:
-            value = getattr(self.model, method)(*args)
-        except Exception as error:
-            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, Real) or not 0 <= _float(value) <= MAX_TIME_US:
+        value = self._called(method, where, *args)
+        if not is_number(value) or not 0 <= value <= MAX_TIME_US:
             raise CostModelError(
                 f"{where} returned {value!r}; expected a number of microseconds between 0 and "
                 f"{MAX_TIME_US:g}"
             )
         return float(value)
 
-
-def _float(value: Real) -> float:
-    """``value`` as a float; inf for an int that is too large for one."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    def _called(self, method: str, where: str, *args: Any) -> object:
+        """What the model's ``method`` answers; an exception of its own names ``where``."""
+        try:
+            return getattr(self.model, method)(*args)
+        except Exception as error:
+            raise CostModelError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
 def as_full(cost_model: CostModel, fallback: Cluster | None = None) -> RatedPrices:
     """``cost_model`` with all that the passes need.
 
     What a user's model does not answer (copies, the machine) comes from ``fallback``, by default
-    the preset "h100-ib".
+    the preset "h100-ib"; reports say so.
 
     Raises:
         ValueError: ``cost_model`` lacks one of the two methods of `CostModel`.
@@ -206,8 +213,8 @@ def default_cluster(device_type: str) -> Cluster:
     """The cluster assumed when the user names none, by the device type of the graph's tensors.
 
     "cpu" is gloo on this machine; "cuda" is the usual cluster of the model that the CUDA runtime
-    names if one of the profiles is it, else H100s on InfiniBand. The model's name is the only fact
-    that is read from a device; a job of mixed models must name its cluster.
+    names if one of the profiles is it, else H100s on InfiniBand, with a warning. The model's name
+    is the only fact that is read from a device; a job of mixed models must name its cluster.
 
     Raises:
         ValueError: no profile is for this device type.
@@ -219,13 +226,15 @@ def default_cluster(device_type: str) -> Cluster:
             f"no cluster profile is for device type {device_type!r}; pass cluster= (one of "
             f"{', '.join(Cluster.presets())}) or your own cost_model="
         )
-    return Cluster.usual(_visible_gpu() if device_type == "cuda" else None)
+    if device_type == "cuda" and torch.cuda.is_available():
+        return _usual_of_device(torch.cuda.get_device_name(0))
+    return Cluster.usual(None)
 
 
-def _visible_gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return Cluster.gpu_named(torch.cuda.get_device_name(0))
+@cache
+def _usual_of_device(device_name: str) -> Cluster:
+    """`Cluster.usual_of_device`; what it warns of is the same for every graph, and said once."""
+    return Cluster.usual_of_device(device_name)
 
 
 def resolve_cost_model(

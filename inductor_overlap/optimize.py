@@ -123,6 +123,14 @@ def device_type(graph: fx.Graph) -> str:
 
 def _require_shapes(gm: fx.GraphModule, example_inputs: Sequence[object] | None) -> None:
     """Infer shapes from ``example_inputs`` where the graph has none."""
+    if not isinstance(gm, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "trace the module with make_fx or AOTAutograd, or plan its step with io.plan"
+        if isinstance(gm, fx.Graph):
+            remedy = "pass the module that owns it, or GraphModule(torch.nn.Module(), graph)"
+        raise ValueError(
+            f"gm must be a torch.fx.GraphModule, a post-grad graph; got {type(gm).__name__}; "
+            f"{remedy}"
+        )
     missing = [n.name for n in gm.graph.nodes if _has_value(n) and "val" not in n.meta]
     if not missing:
         return

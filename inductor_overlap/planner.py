@@ -89,6 +89,11 @@ def plan(
     """
     shape = _sizes("mesh_shape", (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape)
     batch, seq = _sizes("batch", (batch,)) + _sizes("seq", (seq,))
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise ValueError(
+            f"model_fn must be a function that makes the model, as in plan(lambda: Model(...), "
+            f"...), which then takes no memory; got {type(model_fn).__name__}"
+        )
     settings = Settings(
         wrap=wrap,
         cluster=default_cluster("meta") if cluster is None and cost_model is None else cluster,

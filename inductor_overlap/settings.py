@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from inductor_overlap.cost_model.checks import is_number
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, RatedPrices, resolve_cost_model
 from inductor_overlap.passes.auto_wrap import Policy, parse_wrap
@@ -34,9 +34,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         _ = self.policy
-        self.prices("cpu")
+        # The caches ask for the identity only when a graph has been traced.
+        self.prices("cpu").uuid()
         limit = self.memory_limit_gb
-        if limit is not None and not (isinstance(limit, (int, float)) and 0 < limit < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if limit is not None and not (is_number(limit) and limit > 0):
             raise ValueError(
                 f"memory_limit_gb must be a positive number of GiB, or None for the unscheduled "
                 f"peak plus 5 %; got {limit!r}"

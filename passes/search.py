@@ -176,25 +176,25 @@ class Search:
 
     def try_orders(self, proposal: Proposal) -> None:
         """Try ``proposal`` in every order; while none fits, without what is largest at the peak."""
-        notes: list[str] = []
+        left_out: list[FreeCollective] = []
         while True:
             bucketed = self.bucketed(proposal)
+            notes = _about_left_out(left_out)
             trials = [
-                self._try(replace(proposal, order=order), bucketed, tuple(notes))
+                self._try(replace(proposal, order=order), bucketed, notes)
                 for order in self.orders()
             ]
             self.trials += trials
             least = min(trials, key=lambda trial: trial.timeline.peak_bytes)
-            if self.fits(least) or len(notes) == _MAX_LEFT_OUT:
+            if self.fits(least) or len(left_out) == _MAX_LEFT_OUT:
                 return
-            if not notes:
+            if not left_out:
                 self.try_forms(least)  # without packed buffers it may fit as it is
             largest = self._largest_member_at_peak(least)
             if largest is None:
                 return
             proposal = replace(proposal, buckets=_without(proposal.buckets, largest))
-            name = name_of(self.program.by_name[largest]) or largest
-            notes.append(f"{name} is left out of its bucket, which would not fit the memory limit")
+            left_out.append(self.program.by_name[largest])
 
     def try_one(self, proposal: Proposal, notes: tuple[str, ...] = ()) -> None:
         """Try ``proposal`` as it is, unless the same has been tried, made in whatever way."""
@@ -257,6 +257,19 @@ class Search:
 
     def _size_bytes(self, name: str) -> int:
         return self.program.by_name[name].size_bytes
+
+
+def _about_left_out(collectives: Sequence[FreeCollective]) -> tuple[str, ...]:
+    """A note on what is left out of the buckets, if anything is."""
+    kinds = {True: "gather", False: "gradient reduction"}
+    listed = ", ".join(
+        f"the {kinds[each.is_gather]} of {name_of(each) or each.name}" for each in collectives
+    )
+    note = (
+        f"left out of its bucket, which would not fit the memory limit: {listed}; a larger "
+        "memory_limit_gb merges more"
+    )
+    return (note,) if listed else ()
 
 
 def _deferred(

@@ -274,7 +274,7 @@ def test_measurements_are_positive() -> None:
         MemoryMeasurement(8, math.inf)
     with pytest.raises(ValueError, match=message):
         AttentionMeasurement(1, 1, 1, 1, "bf16", False, 0.0)
-    with pytest.raises(ValueError, match="no FLOP rate is known for dtype int64"):
+    with pytest.raises(ValueError, match="no FLOP rate is known for dtype 'int64'"):
         MatmulMeasurement(1, 1, 1, 1, "int64", 1.0)
 
 

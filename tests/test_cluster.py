@@ -19,7 +19,7 @@ def test_every_preset_prices_everything(name: str) -> None:
     cluster = Cluster.preset(name)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         assert cluster.collective_us(kind, 2**20, num_nodes=2, ranks_per_node=4) > 0
-    for dtype in ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64"):
+    for dtype in ("bf16", "fp16", "fp8", "int8", "tf32", "fp32", "fp64"):
         assert cluster.matmul_us(128, 128, 128, dtype) > 0
     assert cluster.attention_us(1, 8, 8, 128, 128, 64, causal=True, backward=True) > 0
 
@@ -97,6 +97,22 @@ def test_networks_are_spelled_like_the_public_logs() -> None:
             assert Cluster("h100", network).fabric == fabric
 
 
+def test_names_are_the_same_in_any_case() -> None:
+    assert Cluster.preset("H100-IB") == Cluster("H100", "IB-NDR-400X8") == H100
+    assert Cluster("h100", "None") == Cluster("h100")
+    assert Cluster.usual("GB300") == Cluster.preset("gb300-nvl72")
+
+
+def test_a_network_across_domains_is_not_nvlink() -> None:
+    for device in ("gb200", "gb300"):
+        rack = Cluster(device, "roce-400x8", gpus_per_node=4)
+        assert not rack.leaves_nvlink(2, 4)
+        for network in ("roce-gib-cross-domain-400x8/node", "roce-cross-domain-400x8"):
+            across = Cluster(device, network, gpus_per_node=4)
+            assert across.leaves_nvlink(2, 4)
+            assert across.link_constants(4) == rack.link_constants(4)
+
+
 def test_mistakes_name_the_near_misses() -> None:
     with pytest.raises(ValueError, match=r"cluster preset 'h100-ibb'; did you mean h100-ib"):
         Cluster.preset("h100-ibb")
@@ -166,25 +182,53 @@ def test_sizes_and_counts_are_checked() -> None:
             cluster.collective_us("all_gather", -1, num_nodes=1, ranks_per_node=8)
     with pytest.raises(ValueError, match=r"in whole numbers; got num_nodes=1.5"):
         H100.collective_us("all_gather", 1, num_nodes=1.5, ranks_per_node=8)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"sizes of a matmul must be >= 0, got .*k=-3"):
+    with pytest.raises(ValueError, match=r"sizes of a matmul must be >= 0, .* got .*k=-3"):
         H100.matmul_us(1, 2, -3)
-    with pytest.raises(ValueError, match=r"sizes of an attention must be >= 0, got .*seq_q=-5"):
+    with pytest.raises(ValueError, match=r"sizes of an attention must be >= 0, .* got .*seq_q=-5"):
         H100.attention_us(1, 1, 1, -5, 5, 8)
-    with pytest.raises(ValueError, match="sizes of a memory kernel must be >= 0"):
+    with pytest.raises(ValueError, match="size_bytes of a memory kernel must be finite and >= 0"):
         H100.memory_us(-1)
+    # Bytes may be an average or a share.
+    assert H100.memory_us(0.5) > 0
+    assert H100.collective_us("all_gather", 0.5, num_nodes=1, ranks_per_node=8) > 0
     assert H100.matmul_us(0, 2, 3) == H100.attention_us(1, 1, 1, 0, 5, 8) == H100.memory_us(0) == 0
 
 
-def test_devices_are_recognised_by_their_runtime_name() -> None:
-    assert Cluster.gpu_named("NVIDIA H100 80GB HBM3") == "h100"
-    assert Cluster.gpu_named("NVIDIA GH200 480GB") == "gh200"
-    assert Cluster.gpu_named("NVIDIA GB200") == "gb200"
-    assert Cluster.gpu_named("NVIDIA A100-SXM4-40GB") == "a100-40gb"
-    assert Cluster.gpu_named("NVIDIA A100-SXM-64GB") == "a100"
-    assert Cluster.gpu_named("NVIDIA H100 PCIe") == "h100-pcie"
-    # The 96 GB part has no more to its name; every other H100 has.
-    assert Cluster.gpu_named("NVIDIA H100") == "h100-96gb"
-    assert Cluster.gpu_named("Quadro") is None
+@pytest.mark.parametrize(
+    ("device_name", "gpu"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        # The 96 GB part has no more to its name; every other H100 has.
+        ("NVIDIA H100", "h100-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 120GB", "gh200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("NVIDIA L40S", "l40s"),
+        # Other products, and a slice of one.
+        ("Tesla V100-PCIE-16GB", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA GH200 144G HBM3e", None),
+        ("Quadro", None),
+    ],
+)
+def test_devices_are_recognised_by_their_runtime_name(device_name: str, gpu: str | None) -> None:
+    assert Cluster.gpu_named(device_name) == gpu
 
 
 def test_errors_are_larger_for_small_sizes_and_across_nodes() -> None:

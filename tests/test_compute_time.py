@@ -27,6 +27,7 @@ PLAIN = ComputeConstants(
     bf16_tflop_per_s=100,
     fp16_tflop_per_s=100,
     fp8_tflop_per_s=200,
+    int8_tflop_per_s=400,
     tf32_tflop_per_s=50,
     fp32_tflop_per_s=10,
     fp64_tflop_per_s=5,
@@ -164,8 +165,32 @@ def test_memory_time_is_bytes_over_what_a_copy_reaches() -> None:
 def test_dtypes_by_name_and_by_torch() -> None:
     assert dtype_name(torch.bfloat16) == dtype_name("bfloat16") == dtype_name("bf16") == "bf16"
     assert dtype_name("torch.float8_e4m3fn") == dtype_name(torch.float8_e5m2) == "fp8"
+    assert dtype_name("BF16") == dtype_name("torch.BFloat16") == "bf16"
+    assert dtype_name("fp8_e4m3") == dtype_name("FP8_E5M2") == "fp8"
     with pytest.raises(ValueError, match=r"no FLOP rate is known for dtype torch.bool; expected"):
         dtype_name(torch.bool)
+
+
+def test_int8_has_a_peak_of_its_own() -> None:
+    assert dtype_name("int8") == dtype_name(torch.int8) == dtype_name(torch.uint8) == "int8"
+    # A full wave of tiles at 4 TFLOP/s an SM, of which 8-bit formats reach a quarter.
+    assert matmul_us(1, 2560, 1280, 1000, "int8", PLAIN) == pytest.approx(TILE_US / 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "least", "peak"),
+    [("a100", 350, 624), ("h100", 950, 1979), ("l40s", 400, 733), ("b200", 1600, 4500)],
+)
+def test_large_int8_matmuls_are_near_the_data_sheet(gpu: str, least: float, peak: float) -> None:
+    time_us = Cluster(gpu).sustained_matmul_us(8192, 8192, 8192, "int8")
+    assert least < 2 * 8192**3 / time_us / 1e6 < peak
+
+
+def test_blackwell_ultra_is_slow_at_int8() -> None:
+    for gpu in ("b300", "gb300"):
+        cluster = Cluster(gpu)
+        in_bf16 = cluster.sustained_matmul_us(4096, 4096, 4096, "bf16")
+        assert cluster.sustained_matmul_us(4096, 4096, 4096, "int8") > 5 * in_bf16
 
 
 @pytest.mark.parametrize(
@@ -187,7 +212,7 @@ def test_published_matmuls_are_met(
 @settings(max_examples=150, deadline=None)
 @given(
     gpu=st.sampled_from(Cluster.gpus()),
-    dtype=st.sampled_from(["bf16", "fp16", "fp8", "mxfp8", "tf32", "fp32", "fp64"]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp8", "mxfp8", "int8", "tf32", "fp32", "fp64"]),
     shape=st.tuples(*[st.integers(0, 200_000)] * 3),
 )
 def test_every_matmul_has_a_finite_time(gpu: str, dtype: str, shape: tuple[int, int, int]) -> None:

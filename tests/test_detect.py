@@ -11,6 +11,7 @@ from support.ranks import fake_process_group
 from inductor_overlap.cost_model import detect
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.detect import Surroundings, read_surroundings
+from inductor_overlap.cost_model.pricing import default_cluster
 
 pytestmark = pytest.mark.quick
 
@@ -53,13 +54,24 @@ def test_several_nodes_get_the_usual_network_and_a_warning(
     assert "taken for 'ib-ndr-400x4': name yours" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["Imaginary 9000", "NVIDIA H100 NVL"])
 def test_an_unknown_device_is_an_h100_and_a_warning(
-    alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_gpu(alone, "Imaginary 9000", ranks=8, local=8)
+    on_gpu(alone, name, ranks=8, local=8)
     with caplog.at_level(logging.WARNING, "inductor_overlap"):
         assert Cluster.detect().gpu == "h100"
-    assert "no profile is for device 'Imaginary 9000'; it is priced as 'h100'" in caplog.text
+    assert f"no profile is for device {name!r}; it is priced as 'h100'" in caplog.text
+
+
+def test_a_compile_on_an_unknown_device_warns_once(
+    alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_gpu(alone, "Imaginary 9001", ranks=8, local=8)
+    alone.setattr(torch.cuda, "get_device_name", lambda _: "Imaginary 9001")
+    with caplog.at_level(logging.WARNING, "inductor_overlap"):
+        assert default_cluster("cuda") == default_cluster("cuda") == Cluster.preset("h100-ib")
+    assert caplog.text.count("no profile is for device 'Imaginary 9001'") == 1
 
 
 def test_ranks_of_a_fake_group_are_all_as_this_one(alone: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,11 @@ def test_without_a_cluster_it_plans_for_h100s(trained: io.Report) -> None:
     assert trained.prices is not None and "h100" in trained.prices.prices
 
 
+def test_a_plan_beyond_a_node_says_that_there_is_no_network() -> None:
+    report = io.plan(small_llama, 16, batch=1, seq=16, train=False, cluster="h100-nvlink")
+    assert "2 nodes of 8 ranks are priced as one, since the cluster has no network" in str(report)
+
+
 def test_inference_on_two_mesh_dimensions_by_manual_wrap() -> None:
     with fake_process_group(8):
         report = io.plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from inductor_overlap.cost_model.pricing import (
     default_cluster,
     resolve_cost_model,
 )
+from inductor_overlap.cost_model.schedule import Machine
 
 pytestmark = pytest.mark.quick
 
@@ -428,6 +429,50 @@ def test_a_calibrated_placement_is_not_rough() -> None:
 def test_nothing_is_known_of_prices_of_ones_own() -> None:
     errors = as_full(Constant(1.0)).errors([("all_gather", 1000, range(16))])
     assert (errors.prices, errors.collectives, errors.compute) == ("Constant", None, None)
+
+
+def test_what_stands_in_for_a_model_of_ones_own_is_said() -> None:
+    assert as_full(Constant(1.0)).errors(()).assumptions == (
+        "compute is 1.19 times slower beside collectives",
+        "communicators on one link share its bandwidth",
+        "these and the times of launches are those of h100, ib-ndr-400x8, since the cost model "
+        "has no machine(groups)",
+        "a grouped launch runs its collectives one after the other",
+        "copies take as long as on h100",
+    )
+
+    class Complete(Constant):
+        def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
+            return Machine()
+
+        def coalesced_us(self, kind: str, sizes_bytes: Sequence[int], ranks: object) -> float:
+            return 7.0
+
+        def copy_us(self, size_bytes: int) -> float:
+            return 1.0
+
+    assert as_full(Complete(1.0)).errors(()).assumptions == ()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "said"),
+    [
+        (Cluster("h100"), 8, None),
+        (Cluster("h100"), 16, "2 nodes of 8 ranks are priced as one, since the cluster has no ne"),
+        (Cluster("h100", "ib-ndr-400x8"), 16, None),
+        # A rack is one NVLink domain.
+        (Cluster("gb200", gpus_per_node=4), 72, None),
+        (Cluster("gb200", gpus_per_node=4), 76, "19 nodes of 4 ranks are priced as one"),
+        (Cluster("h100", curves=(Curve("all_gather", 2, 8, (9,), (9.0,)),)), 16, None),
+    ],
+)
+def test_nodes_without_a_network_between_them_are_said(
+    cluster: Cluster, ranks: int, said: str | None
+) -> None:
+    errors = ClusterCostModel(cluster).errors([("all_gather", 1000, range(ranks))])
+    found = [phrase for phrase in errors.assumptions if "network" in phrase]
+    assert [phrase[: len(said)] for phrase in found if said] == [said] * (said is not None)
+    assert len(found) == (said is not None)
 
 
 def test_a_node_without_a_formula_counts_once() -> None:

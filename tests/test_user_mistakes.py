@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.fx as fx
 from support.graphs import GraphBuilder, TestPrices, two_linear_layers
+from torch import nn
 
 import inductor_overlap as io
 from inductor_overlap.cost_model.pricing import CostModelError
@@ -70,6 +71,8 @@ def test_the_identity_of_a_cost_model_is_a_string_or_none() -> None:
         ({"cost_model": Prices}, "Prices is a class; pass an instance"),
         ({"wrap": ["layers.**"]}, "holds for everything below"),
         ({"wrap": ["layers.[0-99999999]"]}, "more than 10000 numbers"),
+        ({"memory_limit_gb": True}, "positive number of GiB.* got True"),
+        ({"cost_model": IdentifiedPrices(1, 5)}, "uuid returned 5; expected a string"),
     ],
 )
 def test_options_of_the_wrong_kind_are_refused_at_once(
@@ -94,11 +97,77 @@ def test_options_of_the_wrong_kind_are_refused_at_once(
         ({"curves": (3,)}, "Curve objects"),
         ({"share_links": "no"}, "share_links must be True or False, got 'no'"),
         ({"network": "ib-ndr-400x8.5"}, "is not spelled"),
+        ({"network": "ib-ndr--400x8"}, "is not spelled"),
+        ({"gpu": "H100x"}, "unknown gpu 'H100x'; did you mean h100,"),
+        ({"gpus_per_node": True}, "expected an int"),
+        ({"contention": True}, "finite number >= 1"),
+        ({"overrides": 3}, "overrides are .* pairs.* got 3"),
+        ({"overrides": [("launch_us", 3)]}, "overrides are .* pairs"),
+        ({"overrides": (("launch_us", True),)}, "launch_us must be finite and >= 0, got True"),
+        ({"curves": 3}, "Curve objects"),
+        ({"errors": {"collective": 0.1}}, "errors are .* pairs"),
+        ({"errors": (("matmuls", 0.1),)}, "unknown error 'matmuls'; did you mean matmul,"),
+        ({"errors": (("collective", "0.1"),)}, "error collective must be finite and >= 0"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         io.Cluster(**fields)
+
+
+H100 = io.Cluster.preset("h100-ib")
+
+
+def collective(size_bytes: Any, num_nodes: Any = 1, ranks_per_node: Any = 8) -> float:
+    return H100.collective_us(
+        "all_gather", size_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
+    )
+
+
+def matmul(m: Any, dtype: Any = "bf16") -> float:
+    return H100.matmul_us(m, 1, 1, dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (matmul, (1, None), "no FLOP rate is known for dtype None; expected one of"),
+        (matmul, ("8",), "sizes of a matmul must be >= 0, in whole numbers; got .*m='8'"),
+        (matmul, (1.5,), "in whole numbers; got .*m=1.5"),
+        (matmul, (True,), "in whole numbers; got .*m=True"),
+        (H100.attention_us, (1, 1, 1, 0.5, 8, 8), "in whole numbers; got .*seq_q=0.5"),
+        (H100.memory_us, ("8",), "of a memory kernel must be finite and >= 0, got '8'"),
+        (collective, ("8",), "size_bytes of all_gather must be finite and >= 0, got '8'"),
+        (collective, (True,), "must be finite and >= 0, got True"),
+        (collective, (10**400,), "must be finite and >= 0"),
+        (collective, (8, "1"), "in whole numbers; got num_nodes='1'"),
+        (collective, (8, 1, True), "in whole numbers; got .*ranks_per_node=True"),
+        (io.Cluster.preset, (None,), "unknown cluster preset None; known: .*h100-ib"),
+        (io.optimize, (fx.Graph(),), "gm must be a torch.fx.GraphModule.* got Graph; pass the"),
+        (io.simulate, (fx.Graph(),), "gm must be a torch.fx.GraphModule.* got Graph; pass the"),
+        (io.optimize, (nn.Linear(2, 2),), "got Linear; trace the module"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused(
+    call: Callable[..., object], arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
+
+
+@pytest.mark.parametrize("model_fn", [nn.Linear(2, 2), "Llama3"])
+def test_a_model_is_planned_from_the_function_that_makes_it(model_fn: Any) -> None:
+    with pytest.raises(ValueError, match="model_fn must be a function that makes the model"):
+        io.plan(model_fn, 2, batch=1, seq=4)
+
+
+def test_the_machine_of_a_cost_model_is_a_machine() -> None:
+    class Machineless(Prices):
+        def machine(self, groups: object) -> None:
+            return None
+
+    with pytest.raises(CostModelError, match=r"Machineless\.machine returned None; expected"):
+        io.simulate(two_linear_layers(GraphBuilder()), cost_model=Machineless(1))
 
 
 @pytest.mark.parametrize(
