@@ -37,7 +37,7 @@ from inductor_overlap.passes.auto_wrap import MemoryLimitError, NoWrap
 from inductor_overlap.passes.fx_ops import is_start
 from inductor_overlap.passes.keep_gathered import keep_gathered
 from inductor_overlap.passes.manual_wrap import WrapError
-from inductor_overlap.passes.parameter_names import stamp_parameter_names
+from inductor_overlap.passes.parameter_names import stamp_collectives, stamp_parameter_names
 from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
 from inductor_overlap.passes.scheduler import overlap_snodes
 from inductor_overlap.report import Report
@@ -109,6 +109,13 @@ class NameParameters(Identified, CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         stamp_parameter_names(graph)
+
+
+class NameCollectives(Identified, CustomGraphPass):
+    """Joint graph: tell collectives which parameter they serve."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        stamp_collectives(graph)
 
 
 class ReshardParameters(Identified, CustomGraphPass):

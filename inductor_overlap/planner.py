@@ -40,7 +40,12 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, default_cluster
-from inductor_overlap.inductor_passes import KeepGathered, NameParameters, ReshardParameters
+from inductor_overlap.inductor_passes import (
+    KeepGathered,
+    NameCollectives,
+    NameParameters,
+    ReshardParameters,
+)
 from inductor_overlap.optimize import overlap_and_report
 from inductor_overlap.report import Report
 from inductor_overlap.settings import Reshard, Settings, Wrap
@@ -174,6 +179,7 @@ def _capture(graphs: list[fx.GraphModule], settings: Settings) -> Callable[..., 
         return make_boxed_func(gm.forward)
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        NameCollectives(settings)(joint.graph)
         ReshardParameters(settings)(joint.graph)
         cut: Callable[..., Any] = min_cut_rematerialization_partition
         if settings.reshard_after_forward == "auto":
