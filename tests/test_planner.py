@@ -116,6 +116,13 @@ def test_inference_names_parameters_on_two_mesh_dimensions() -> None:
     assert set(report.wire_dtypes["all_gather"]) >= {"output.weight", "scale"}
 
 
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_a_wrap_list_names_parameters_of_the_model(mode: str) -> None:
+    with pytest.raises(io.WrapError, match=r"'outptu' matches no parameter.*'output'"):
+        io.plan(Scaled, 8, batch=2, seq=8, mode=mode, wrap=["table", "outptu"])
+    assert not dist.is_initialized()
+
+
 def test_nothing_is_left_behind() -> None:
     compiles: list[Any] = []
 
