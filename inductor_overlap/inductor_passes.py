@@ -34,10 +34,16 @@ from torch._logging._internal import trace_structured
 from inductor_overlap.cost_model.pricing import CostModelError
 from inductor_overlap.optimize import device_type, overlap_and_report
 from inductor_overlap.passes.auto_wrap import MemoryLimitError, NoWrap
+from inductor_overlap.passes.compiled_model import frame_parameters, is_sharded
 from inductor_overlap.passes.fx_ops import is_start
 from inductor_overlap.passes.keep_gathered import keep_gathered
-from inductor_overlap.passes.manual_wrap import WrapError
-from inductor_overlap.passes.parameter_names import stamp_parameter_names
+from inductor_overlap.passes.manual_wrap import ManualWrap, WrapError, absent_note
+from inductor_overlap.passes.parameter_names import (
+    dynamo_parameters,
+    parameter_fqn,
+    stamp_collectives,
+    stamp_parameter_names,
+)
 from inductor_overlap.passes.reshard import reshard_after_forward as tag_gathers
 from inductor_overlap.passes.scheduler import overlap_snodes
 from inductor_overlap.report import Report
@@ -105,10 +111,26 @@ def _attempt(work: Callable[[], _T], otherwise: str) -> _T | None:
 
 
 class NameParameters(Identified, CustomGraphPass):
-    """Dynamo graph: remember which parameter each node serves."""
+    """Dynamo graph: remember which parameter each node serves; look up the names of a wrap list.
+
+    Only here is the model known of which the graph may be a part.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
         stamp_parameter_names(graph)
+        policy = self.settings.policy
+        if not isinstance(policy, ManualWrap) or not is_sharded(graph):
+            return
+        absent = policy.absent(dynamo_parameters(graph).values(), frame_parameters())
+        if absent:
+            log.warning("%s", absent_note(absent))
+
+
+class NameCollectives(Identified, CustomGraphPass):
+    """Joint graph: tell collectives which parameter they serve."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        stamp_collectives(graph)
 
 
 class ReshardParameters(Identified, CustomGraphPass):
@@ -163,9 +185,11 @@ class OverlapGraph(Identified, CustomGraphPass):
         if not any(map(is_start, graph.nodes)):
             return
         self.settings.prices(device_type(graph))  # an unknown device is the user's to mend
+        # Where Dynamo named parameters, it was asked for those of the wrap list too.
+        is_named = any(parameter_fqn(node) is not None for node in graph.nodes if is_start(node))
         # Plans are rehearsed on a copy, so after a failure the graph compiles without us.
         report = _attempt(
-            lambda: overlap_and_report(graph, self.settings),
+            lambda: overlap_and_report(graph, self.settings, is_part=is_named),
             "planning failed, please report this; the graph is left as it was",
         )
         if report is None:

@@ -68,11 +68,15 @@ def simulate(
     return simulate_schedule(read_graph(gm.graph, prices).program.schedule)
 
 
-def overlap_and_report(graph: fx.Graph, settings: Settings) -> Report:
-    """Run the post-grad pass on ``graph`` and say what it did."""
+def overlap_and_report(graph: fx.Graph, settings: Settings, *, is_part: bool = False) -> Report:
+    """Run the post-grad pass on ``graph`` and say what it did; see `overlap_graph`."""
     prices = settings.prices(device_type(graph))
     outcome = overlap_graph(
-        graph, prices, settings.policy, memory_limit_bytes=settings.memory_limit_bytes
+        graph,
+        prices,
+        settings.policy,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        is_part=is_part,
     )
     name = "backward" if is_backward(graph) else "forward"
     return _report(outcome, prices, name)

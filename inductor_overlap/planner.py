@@ -27,6 +27,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -40,8 +41,14 @@ from torch.utils._pytree import tree_leaves
 
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.pricing import CostModel, default_cluster
-from inductor_overlap.inductor_passes import KeepGathered, NameParameters, ReshardParameters
+from inductor_overlap.inductor_passes import (
+    KeepGathered,
+    NameCollectives,
+    NameParameters,
+    ReshardParameters,
+)
 from inductor_overlap.optimize import overlap_and_report
+from inductor_overlap.passes.manual_wrap import WrapError
 from inductor_overlap.report import Report
 from inductor_overlap.settings import Reshard, Settings, Wrap
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
@@ -115,7 +122,7 @@ def plan(
             return model, (torch.zeros(batch, seq, dtype=torch.long),)
 
         graphs = trace_graphs(build, settings, train=train)
-        reports = [overlap_and_report(gm.graph, settings) for gm in graphs]
+        reports = [overlap_and_report(gm.graph, settings, is_part=True) for gm in graphs]
     return replace(reports[0], backward=reports[1]) if train else reports[0]
 
 
@@ -138,6 +145,7 @@ def trace_graphs(
 
     Raises:
         ValueError: ``train`` is True, and no output has a gradient.
+        WrapError: The wrap list of ``settings`` does not fit the model.
     """
     graphs: list[fx.GraphModule] = []
 
@@ -151,6 +159,10 @@ def trace_graphs(
                 outputs = compiled(*inputs)
                 if train:
                     torch.autograd.backward(_sum(outputs))
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, WrapError):
+                raise error.inner_exception from None
+            raise
         finally:
             reset_code(step.__code__)
     return graphs
@@ -179,6 +191,7 @@ def _capture(graphs: list[fx.GraphModule], settings: Settings) -> Callable[..., 
         return make_boxed_func(gm.forward)
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        NameCollectives(settings)(joint.graph)
         ReshardParameters(settings)(joint.graph)
         cut: Callable[..., Any] = min_cut_rematerialization_partition
         if settings.reshard_after_forward == "auto":

@@ -25,6 +25,7 @@ from inductor_overlap.inductor_passes import (
     Chained,
     Identified,
     KeepGathered,
+    NameCollectives,
     NameParameters,
     OverlapGraph,
     OverlapScheduler,
@@ -74,6 +75,7 @@ def options(
     scheduler = OverlapScheduler(settings, _other(current[_SCHEDULER_HOOK]))
     passes = (
         NameParameters(settings),
+        NameCollectives(settings),
         ReshardParameters(settings),
         OverlapGraph(settings, scheduler),
     )
@@ -93,7 +95,12 @@ def options(
 _COMPETING_PASSES = ("aten_distributed_optimizations.enable_simple_overlap",)
 """Passes of newer torch versions that are on by default and would move what we have placed."""
 
-_GRAPH_HOOKS = ("pre_grad_custom_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+_GRAPH_HOOKS = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_post_pass",
+)
 _KEYS = (*_GRAPH_HOOKS, _PARTITIONER_HOOK, _SCHEDULER_HOOK)
 
 _replaced: dict[str, object] = {}

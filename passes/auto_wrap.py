@@ -93,7 +93,7 @@ def rank_choices(
     *,
     memory_limit_bytes: float,
     bound_us: float = 0.0,
-    is_backward: bool = False,
+    is_part: bool = False,
 ) -> Ranking:
     """The input order and what ``policy`` proposes, best first; all within the limit.
 
@@ -102,7 +102,7 @@ def rank_choices(
         policy: see `parse_wrap`.
         memory_limit_bytes: for live bytes.
         bound_us: a lower bound of the step; the nearer the best plan, the shorter the search.
-        is_backward: a manual wrap list need not match.
+        is_part: not all that a manual wrap list names need be in the program.
 
     Raises:
         MemoryLimitError: Not even the input order fits.
@@ -111,7 +111,7 @@ def rank_choices(
     unchanged = Choice(_plan(INPUT_ORDER, (), program), program, simulate(program.schedule))
     is_coarse = isinstance(policy, AutoWrap)
     search = Search(program, memory_limit_bytes, bound_us, is_coarse)
-    _run(search, policy, is_backward)
+    _run(search, policy, is_part)
     fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
     best = robust_choice(search.best())[:_MOST_CHOICES]
     if not fits:
@@ -125,11 +125,11 @@ def rank_choices(
     return Ranking(search, better, unchanged, refused)
 
 
-def _run(search: Search, policy: Policy, is_backward: bool) -> None:
+def _run(search: Search, policy: Policy, is_part: bool) -> None:
     if isinstance(policy, AutoWrap):
         search_all(search)
     elif isinstance(policy, ManualWrap):
-        buckets = policy.buckets(search.program, require_match=not is_backward)
+        buckets = policy.buckets(search.program, require_match=not is_part)
         _try_given(search, "manual", buckets)
     elif isinstance(policy, GreedyWrap):
         limit_bytes = search.memory_limit_bytes

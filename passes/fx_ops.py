@@ -128,13 +128,13 @@ def _called(node: fx.Node) -> list[object]:
 
     def look_up(value: object) -> None:
         is_attribute = isinstance(value, fx.Node) and value.op == "get_attr"
-        called.append(_attribute(cast("fx.Node", value)) if is_attribute else value)
+        called.append(fetched(cast("fx.Node", value)) if is_attribute else value)
 
     map_aggregate(cast("Any", (node.args, node.kwargs)), look_up)
     return called
 
 
-def _attribute(node: fx.Node) -> object:
+def fetched(node: fx.Node) -> object:
     """What a ``get_attr`` node fetches; None if the graph's module lacks it."""
     value: object = node.graph.owning_module
     for name in str(node.target).split("."):

@@ -7,14 +7,15 @@ patterns makes one bucket of everything they match. A parameter belongs to the b
 that holds it, at any depth. Collectives that no entry matches stay single.
 
 Refused with `WrapError`: an entry that matches nothing (the message lists the nearest names), and
-a parameter matched by two entries.
+a parameter matched by two entries. A list is for a model, of which a graph may be a part: `absent`
+asks the whole model.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -56,13 +57,33 @@ class ManualWrap:
                 _compile(pattern)
         return cls(parsed)
 
+    def absent(self, here: Collection[str], model: Collection[str]) -> tuple[str, ...]:
+        """Patterns that name parameters of the model, but none of a graph that is a part of it.
+
+        Args:
+            here: FQNs of the parameters that the graph uses.
+            model: those of all parameters of the model, as far as they are known.
+
+        Raises:
+            WrapError: A pattern names neither.
+        """
+        known = {*here, *model}
+        patterns = [pattern for entry in self.entries for pattern in _patterns(entry)]
+        for pattern in patterns:
+            if not _matches(pattern, known):
+                raise WrapError(
+                    f"the wrap entry {pattern!r} matches no parameter of the compiled model; "
+                    f"{_nearest(pattern, known)}. {_PER_GRAPH}"
+                )
+        return tuple(pattern for pattern in patterns if not _matches(pattern, here))
+
     def buckets(self, program: Program, *, require_match: bool = True) -> list[Bucket]:
         """The buckets of this wrap list for ``program``.
 
         Args:
             program: the program whose collectives are named.
-            require_match: refuse entries without a match; False for backward graphs, in which
-                frozen parameters do not occur.
+            require_match: refuse entries without a match; False for graphs that need not have
+                all: backward ones, without frozen parameters, and parts of a model.
 
         Raises:
             WrapError: An entry matches nothing, or two entries match one parameter.
@@ -181,13 +202,37 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
             f"parameter it serves; compile with torch.compile, which keeps the names, or pass "
             f'wrap="auto"'
         )
+    return (
+        f"the wrap entry {pattern!r} matches no sharded parameter of this graph; "
+        f"{_nearest(pattern, names)}"
+    )
+
+
+def _nearest(pattern: str, names: Collection[str]) -> str:
     modules = {name.rpartition(".")[0] for name in names} | set(names)
     modules |= {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
     known = sorted(modules - {""})
     near = difflib.get_close_matches(pattern, known, n=5, cutoff=0.3)
     return (
-        f"the wrap entry {pattern!r} matches no sharded parameter of this graph; the nearest of "
-        f"its {len(known)} names are {near or known[:5]}; names are relative to the compiled module"
+        f"the nearest of its {len(known)} names are {near or known[:5]}; names are relative to the "
+        f"compiled module"
+    )
+
+
+_PER_GRAPH = (
+    "A wrap list is matched against each graph that is compiled, and a graph break cuts a model: "
+    "modules around it may be compiled on their own, with names relative to themselves. "
+    'torch.compile(fullgraph=True) says where the model breaks; wrap="auto" needs no names and '
+    "plans each graph"
+)
+
+
+def absent_note(patterns: Sequence[str]) -> str:
+    """What to tell the user of patterns that `ManualWrap.absent` found."""
+    listed = ", ".join(map(repr, patterns))
+    return (
+        f"of the wrap list, {listed} name nothing that this graph uses: a graph break may have "
+        f"cut the model, and no bucket reaches over it. {_PER_GRAPH}"
     )
 
 

@@ -79,6 +79,7 @@ def overlap_graph(
     policy: Policy,
     *,
     memory_limit_bytes: float | None = None,
+    is_part: bool = False,
 ) -> Outcome:
     """Bucket and reorder the free collectives of a post-grad ``graph``, in place.
 
@@ -88,6 +89,8 @@ def overlap_graph(
         policy: see `auto_wrap.parse_wrap`.
         memory_limit_bytes: for live bytes; None: the peak of the input plus 5 %, of which the
             5 % are used only if no plan within the input's peak is faster than the input.
+        is_part: of what a manual wrap list names, some may be in other graphs. Backward graphs,
+            in which frozen parameters do not occur, are parts anyhow.
 
     Raises:
         MemoryLimitError: No schedule fits the limit.
@@ -101,7 +104,8 @@ def overlap_graph(
         notes = _over_limit(source, before, limits[-1])
         return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], notes)
     warnings: list[str] = []
-    for limit, ranking in _rankings(source, policy, limits, bound, is_backward(graph)):
+    is_part = is_part or is_backward(graph)
+    for limit, ranking in _rankings(source, policy, limits, bound, is_part):
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
@@ -123,7 +127,7 @@ def _rankings(
     policy: Policy,
     limits: Sequence[float],
     bound: LowerBound,
-    is_backward: bool,
+    is_part: bool,
 ) -> Iterator[tuple[float, Ranking]]:
     """Limits and the plans within each, until one of them holds.
 
@@ -136,7 +140,7 @@ def _rankings(
                 policy,
                 memory_limit_bytes=limit,
                 bound_us=bound_us,
-                is_backward=is_backward,
+                is_part=is_part,
             )
             yield limit, ranking
             if not (ranking.trials and ranking.search.is_settled):

@@ -92,6 +92,14 @@ def test_an_unmatched_pattern_names_the_nearest(entries: Any) -> None:
     assert buckets(entries, require_match=False) is not None
 
 
+def test_a_list_for_a_model_may_name_what_a_part_of_it_lacks() -> None:
+    wrap = ManualWrap.parse(["layers.*", ["norm", "output"]])
+    assert wrap.absent(NAMES, ()) == ()
+    assert wrap.absent(NAMES[:4], NAMES) == ("norm", "output")
+    with pytest.raises(WrapError, match=r"'output' matches no parameter of the compiled model"):
+        wrap.absent(NAMES[:4], NAMES[:-1])
+
+
 def test_overlapping_entries_are_named() -> None:
     with pytest.raises(WrapError, match=r"'layers.0.*' is matched by two wrap entries, 'layers"):
         buckets(["layers.*", "layers.0"])

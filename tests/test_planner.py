@@ -82,6 +82,52 @@ def test_inference_on_two_mesh_dimensions_by_manual_wrap() -> None:
     assert {len(bucket.members) for bucket in report.plan.buckets} <= {9, 2}
 
 
+class Scaled(nn.Module):
+    """A model with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.output = nn.Linear(8, 16)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.table(tokens) * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "mode", "reductions"),
+    [
+        (8, "fully_shard", ["reduce_scatter"]),
+        ((2, 4), "hybrid_shard", ["reduce_scatter", "all_reduce"]),
+        (8, "replicate", ["all_reduce"]),
+        ((2, 4), "replicate", ["all_reduce"]),
+    ],
+)
+def test_every_parameter_is_named_in_every_mode(
+    mesh_shape: Any, mode: str, reductions: list[str]
+) -> None:
+    wrap = ["table", ["output.weight", "scale"]]
+    report = io.plan(Scaled, mesh_shape, batch=2, seq=8, mode=mode, wrap=wrap)
+    names = {"table.weight", "output.weight", "output.bias", "scale"}
+    assert report.backward is not None
+    gathered, reduced = report.wire_dtypes, report.backward.wire_dtypes
+    assert set(gathered.get("all_gather", {})) == (set() if mode == "replicate" else names)
+    assert {kind: set(reduced[kind]) for kind in reductions} == dict.fromkeys(reductions, names)
+
+
+def test_inference_names_parameters_on_two_mesh_dimensions() -> None:
+    report = io.plan(Scaled, (2, 4), batch=2, seq=8, train=False, wrap=[["output.weight", "scale"]])
+    assert set(report.wire_dtypes["all_gather"]) >= {"output.weight", "scale"}
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_a_wrap_list_names_parameters_of_the_model(mode: str) -> None:
+    with pytest.raises(io.WrapError, match=r"'outptu' matches no parameter.*'output'"):
+        io.plan(Scaled, 8, batch=2, seq=8, mode=mode, wrap=["table", "outptu"])
+    assert not dist.is_initialized()
+
+
 def test_nothing_is_left_behind() -> None:
     compiles: list[Any] = []
 

@@ -18,7 +18,12 @@ from inductor_overlap import inductor_passes, plugin
 
 pytestmark = pytest.mark.quick
 
-HOOKS = ("pre_grad_custom_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+HOOKS = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_post_pass",
+)
 SCHEDULER_HOOK = "_post_fusion_custom_pass"
 PARTITIONER_HOOK = "custom_partitioner_fn"
 
@@ -104,6 +109,7 @@ def test_enable_sets_what_options_sets_and_disable_takes_it_back() -> None:
     io.disable()
     assert hooks() == {
         "pre_grad_custom_pass": None,
+        "joint_custom_pre_pass": None,
         "joint_custom_post_pass": None,
         "post_grad_custom_post_pass": [other],
         SCHEDULER_HOOK: None,
@@ -200,7 +206,7 @@ def test_a_cost_model_without_uuid_has_no_identity(caplog: pytest.LogCaptureFixt
 def test_the_passes_have_different_identities() -> None:
     options = io.options()
     found = [options[key][0].uuid() for key in HOOKS]
-    assert len({*found, options[SCHEDULER_HOOK].uuid()}) == 4
+    assert len({*found, options[SCHEDULER_HOOK].uuid()}) == len(HOOKS) + 1
 
 
 def test_a_missing_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 def failing_with(error: Exception) -> Any:
-    def fail(*_: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise error
 
     return fail

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import fake_process_group
-from support.sharded_training import SEQ, tiny_llama
+from support.sharded_training import SEQ, parallelize_llama, tiny_llama
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,7 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from inductor_overlap.passes.collectives import find_collectives
-from inductor_overlap.passes.parameter_names import parameter_fqn, stamp_parameter_names
+from inductor_overlap.passes.parameter_names import (
+    stamp_collectives,
+    stamp_parameter_names,
+)
 from inductor_overlap.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
 from inductor_overlap.wire_dtypes import wire_dtypes
 
@@ -43,11 +46,13 @@ def trace(model: nn.Module, *inputs: Tensor) -> tuple[fx.GraphModule, fx.GraphMo
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        stamp_collectives(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
     def backend(graph: fx.GraphModule, example_inputs: Any) -> Any:
         stamp_parameter_names(graph.graph)
-        compiler = aot_autograd(
-            fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-        )
+        compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
         return compiler(graph, example_inputs)
 
     torch._dynamo.reset()
@@ -150,20 +155,85 @@ def test_a_gather_is_a_unary_chain_from_its_placeholder(mesh: DeviceMesh) -> Non
     assert gather.meta["val"].dtype == torch.bfloat16
 
 
-def test_nodes_tell_which_parameter_they_serve(mesh: DeviceMesh) -> None:
-    forward, backward = trace(simple_fsdp(Stack(), mesh["shards"]), torch.ones(2, 8))
-    names = [
-        f"blocks.{block}.{layer}.{name}"
-        for block in (0, 1)
-        for layer in ("up", "down")
-        for name in ("weight", "bias")
-    ]
-    assert served(forward, GATHER) == set(names)
-    assert served(backward, SCATTER) == set(names)
+STACK = [
+    f"blocks.{block}.{layer}.{name}"
+    for block in (0, 1)
+    for layer in ("up", "down")
+    for name in ("weight", "bias")
+]
 
 
-def served(graph: fx.GraphModule, target: object) -> set[str | None]:
-    return {parameter_fqn(node) for node in graph.graph.nodes if node.target is target}
+@pytest.mark.parametrize(
+    ("mode", "recompute", "collectives"),
+    [
+        ("fully_shard", False, (GATHER, SCATTER)),
+        ("fully_shard", True, (GATHER, SCATTER)),
+        ("hybrid_shard", False, (GATHER, SCATTER, ALL_REDUCE)),
+        ("hybrid_shard", True, (GATHER, SCATTER, ALL_REDUCE)),
+        ("replicate", False, (ALL_REDUCE,)),
+    ],
+)
+def test_collectives_tell_which_parameter_they_serve(
+    mesh: DeviceMesh, mode: str, recompute: bool, collectives: tuple[object, ...]
+) -> None:
+    used = mesh["shards"] if mode == "fully_shard" else mesh
+    forward, backward = trace(simple_fsdp(Stack(recompute), used, mode=mode), torch.ones(2, 8))
+    for target in collectives:
+        if target is GATHER:
+            assert served(forward, target) == STACK
+        else:
+            assert served(backward, target) == STACK
+    assert set(served(backward, GATHER)) <= set(STACK)
+    assert_positions_agree(forward, backward)
+
+
+def test_replicas_of_one_mesh_dimension_tell_their_parameters(mesh: DeviceMesh) -> None:
+    model = simple_fsdp(Stack(), mesh["shards"], mode="replicate")
+    _, backward = trace(model, torch.ones(2, 8))
+    assert served(backward, ALL_REDUCE) == STACK
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_with_tensor_parallelism_all_parameters_are_told(mesh: DeviceMesh, mode: str) -> None:
+    model = simple_fsdp(
+        parallelize_llama(tiny_llama(), mesh["shards"]), mesh["replicas"], mode=mode
+    )
+    names = {name for name, _ in model.named_parameters()}
+    graphs = trace(model, torch.zeros(1, SEQ, dtype=torch.long))
+    group = mesh["replicas"].get_group().group_name
+    reduced = SCATTER if mode == "fully_shard" else ALL_REDUCE
+    forward, backward = (
+        [one for one in find_collectives(graph.graph) if one.group_name == group]
+        for graph in graphs
+    )
+    assert {one.fqn for one in forward} == (names if mode == "fully_shard" else set())
+    assert {one.fqn for one in backward if one.start.target is reduced} == names
+    assert_positions_agree(*graphs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_cuts_of_other_dimensions_and_uneven_ones_hide_no_name(
+    mesh: DeviceMesh, dtype: torch.dtype
+) -> None:
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
+    model = simple_fsdp(
+        nn.Linear(8, 5, bias=False), mesh, mode="hybrid_shard", shard_dim=1, mp_policy=policy
+    )
+    forward, backward = trace(model, torch.ones(2, 8, dtype=dtype))
+    assert served(forward, GATHER) == served(backward, SCATTER) == ["weight"]
+    assert served(backward, ALL_REDUCE) == ["weight"]
+
+
+def served(graph: fx.GraphModule, target: object) -> list[str | None]:
+    """Parameters of the collectives of one kind, each once, by payload position."""
+    found = [one for one in find_collectives(graph.graph) if one.start.target is target]
+    in_order = sorted(found, key=lambda one: one.input_position)
+    return list(dict.fromkeys(one.fqn for one in in_order))
+
+
+def assert_positions_agree(*graphs: fx.GraphModule) -> None:
+    found = [one for graph in graphs for one in find_collectives(graph.graph) if one.fqn]
+    assert len({(one.fqn, one.input_position) for one in found}) == len({one.fqn for one in found})
 
 
 def test_graphs_tell_the_wire_dtype_of_every_parameter(mesh: DeviceMesh) -> None:

@@ -86,9 +86,9 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
-def _sharded(build: Callable[[], nn.Module]) -> nn.Module:
+def _sharded(build: Callable[[], nn.Module], mode: str = "fully_shard") -> nn.Module:
     torch.manual_seed(3)
-    return io.simple_fsdp(build(), _mesh())
+    return io.simple_fsdp(build(), _mesh(), mode=mode)
 
 
 def frozen() -> nn.Module:
@@ -123,6 +123,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "parameter used twice": lambda: _sharded(UsedTwice),
     "two process groups": two_groups,
     "unknown communication op": lambda: _sharded(Swaps),
+    "replicated": lambda: _sharded(Layers, "replicate"),
 }
 
 
@@ -197,6 +198,12 @@ def test_values_are_those_of_eager(results: list[dict[str, Any]], case: str) -> 
 def test_a_frozen_parameter_has_no_gradient(results: list[dict[str, Any]]) -> None:
     gradients = results[0]["frozen parameter"]["compiled"][1]
     assert set(gradients) == {"layers.1.weight", "layers.1.bias"}
+
+
+def test_replicated_parameters_are_named(results: list[dict[str, Any]]) -> None:
+    """All that such a parameter leaves in the forward is a view, which Inductor removes."""
+    (report,) = results[0]["replicated"]["reports"]
+    assert "parameters on the wire: all-reduce: 4 in float32" in report
 
 
 def test_only_graphs_with_collectives_are_reported(results: list[dict[str, Any]]) -> None:

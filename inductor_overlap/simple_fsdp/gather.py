@@ -3,7 +3,7 @@
 Forward: cast, all-gather. Backward: cast, reduce-scatter (and all-reduce over replicas), cast back
 to the parameter's dtype. Everything is DTensor's own differentiable `from_local`, `redistribute`
 and `to_local`, so that Dynamo traces it and eager runs it. In a traced graph the gather is a chain
-of nodes with one input each (cast, pad, all_gather, wait, unpad) hanging on the parameter's
+of nodes with one tensor each (cast, pad, all_gather, wait, unpad) hanging on the parameter's
 placeholder, from which `passes.parameter_names` knows the parameter's name.
 
 Gradients are averaged over data-parallel ranks, and with replicas the shard is reduced first and

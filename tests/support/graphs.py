@@ -17,7 +17,7 @@ from inductor_overlap.cost_model.fusion import OpKind, is_virtual, node_bytes, o
 from inductor_overlap.cost_model.schedule import Machine
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.passes.fx_ops import op_base_name, overload
-from inductor_overlap.passes.parameter_names import STAMP
+from inductor_overlap.passes.parameter_names import NAME, POSITION
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -109,7 +109,7 @@ class GraphBuilder:
     ) -> fx.Node:
         """A graph input that is this rank's shard of parameter ``fqn``."""
         node = self.input(name or f"primals_{self._parameters + 1}", *shape, dtype=dtype)
-        node.meta["custom"] = {STAMP: (fqn, self._parameters)}
+        node.meta["custom"] = {NAME: fqn, POSITION: self._parameters}
         self._parameters += 1
         return node
 
