@@ -129,9 +129,9 @@ class ClusterCostModel:
         cluster = self.cluster
         beyond: set[tuple[int, int]] = set()
         for kind, _, ranks in collectives:
-            where = placement(tuple(ranks), cluster.gpus_per_node)
-            if cluster.lacks_network(*where) and not cluster.has_curve(kind, *where):
-                beyond.add(where)
+            where = self._placed(ranks)
+            if cluster.lacks_network(**where) and not cluster.has_curve(kind, **where):
+                beyond.add((where["num_nodes"], where["ranks_per_node"]))
         if beyond:
             num_nodes, ranks_per_node = max(beyond)
             yield (
