@@ -46,9 +46,12 @@ class LaunchesPay:
 
 
 def train(options: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """Full gradients of two steps, and the generated code of forward and backward."""
+    """Full gradients of two steps, and the generated code of forward and backward.
+
+    The odd width shards unevenly: one rank pads.
+    """
     mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("dp", "shard"))
-    model = io.simple_fsdp(tiny_llama(num_layers=1), mesh, mode="hybrid_shard")
+    model = io.simple_fsdp(tiny_llama(num_layers=1, ffn_dim=91), mesh, mode="hybrid_shard")
     call = torch.compile(model, options=options, fullgraph=True)
 
     def steps() -> list[dict[str, Tensor]]:

@@ -56,8 +56,8 @@ class Deviation:
     weight: float
 
 
-def tiny_llama(num_layers: int = 2) -> Llama3:
-    """A model whose vocabulary does not divide by 4, and whose feed-forward width is odd."""
+def tiny_llama(num_layers: int = 2, ffn_dim: int = 90) -> Llama3:
+    """A model whose vocabulary and feed-forward width do not divide by 4."""
     torch.manual_seed(7)
     config = Llama3Config(
         dim=32,
@@ -65,7 +65,7 @@ def tiny_llama(num_layers: int = 2) -> Llama3:
         num_heads=4,
         num_kv_heads=2,
         vocab_size=VOCAB_SIZE,
-        ffn_dim=91,
+        ffn_dim=ffn_dim,
         max_seq=SEQ,
     )
     model = Llama3(config)
