@@ -102,6 +102,8 @@ class Cluster:
             raise ValueError(
                 f"gpus_per_node must be at least 1, got {self.gpus_per_node!r}; expected an int"
             )
+        # numpy's numbers do not go into a file or an identity.
+        object.__setattr__(self, "gpus_per_node", int(self.gpus_per_node))
         if not isinstance(self.share_links, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"share_links must be True or False, got {self.share_links!r}")
         if self.contention is not None and not (
@@ -110,6 +112,8 @@ class Cluster:
             raise ValueError(
                 f"contention is a slowdown, a finite number >= 1, or None; got {self.contention!r}"
             )
+        if self.contention is not None:
+            object.__setattr__(self, "contention", float(self.contention))
         _check_overrides(self.overrides, set(self._profiled))
         _check_errors(self.errors)
         curves = cast("object", self.curves)
@@ -279,7 +283,8 @@ class Cluster:
         ``dtype`` as in ``compute_time.dtype_name``.
 
         Raises:
-            ValueError: a negative size, or a dtype that is not multiplied.
+            ValueError: a size that is negative or no whole number, or a dtype that is not
+                multiplied.
         """
         return matmul_us(batch, m, n, k, dtype_name(dtype), self.compute_constants)
 
@@ -310,7 +315,8 @@ class Cluster:
         ``flash2``: PyTorch's own FlashAttention 2 kernel instead of the GPU's best one.
 
         Raises:
-            ValueError: a negative size, or a dtype that is not multiplied.
+            ValueError: a size that is negative or no whole number, or a dtype that is not
+                multiplied.
         """
         return attention_us(
             batch,
@@ -381,22 +387,24 @@ class Cluster:
         """Whether a group uses the network: nodes of one NVLink domain do not."""
         return self._domains(num_nodes, ranks_per_node)[0] > 1
 
-    def lacks_network(self, num_nodes: int, ranks_per_node: int) -> bool:
+    def lacks_network(self, num_nodes: int) -> bool:
         """Whether a group of several nodes is priced by NVLink for want of a network.
 
         Nodes of one NVL72 rack have NVLink.
         """
-        joined = max(self.gpus_per_node, int(self.constants["nvlink_domain"]))
-        return self.network is None and num_nodes > 1 and num_nodes * ranks_per_node > joined
+        return self.network is None and num_nodes > self._nodes_per_domain
 
     def _domains(self, num_nodes: int, ranks_per_node: int) -> tuple[int, int]:
         """Placement in NVLink domains: an NVL72 rack is one, whatever its trays."""
         ranks = num_nodes * ranks_per_node
         if self.network is None:
             return 1, ranks
-        nodes_per_domain = max(1, int(self.constants["nvlink_domain"]) // self.gpus_per_node)
-        domains = -(-num_nodes // nodes_per_domain)
+        domains = -(-num_nodes // self._nodes_per_domain)
         return domains, -(-ranks // domains)
+
+    @property
+    def _nodes_per_domain(self) -> int:
+        return max(1, int(self.constants["nvlink_domain"]) // self.gpus_per_node)
 
     @cached_property
     def _curves(self) -> dict[tuple[str, int, int], Curve]:

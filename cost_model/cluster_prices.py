@@ -32,7 +32,7 @@ from inductor_overlap.cost_model.fusion import (
     stored_inputs,
 )
 from inductor_overlap.cost_model.op_shapes import read_attention, read_matmul
-from inductor_overlap.cost_model.placement import num_ranks, slowest_placement
+from inductor_overlap.cost_model.placement import slowest_placement, world_size
 from inductor_overlap.cost_model.schedule import Machine
 
 
@@ -80,7 +80,7 @@ class ClusterCostModel:
         Of all groups like it, that of the slowest.
         """
         num_nodes, ranks_per_node = slowest_placement(
-            tuple(ranks), self.cluster.gpus_per_node, num_ranks()
+            tuple(ranks), self.cluster.gpus_per_node, world_size()
         )
         return {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
 
@@ -130,7 +130,7 @@ class ClusterCostModel:
         beyond: set[tuple[int, int]] = set()
         for kind, _, ranks in collectives:
             where = self._placed(ranks)
-            if cluster.lacks_network(**where) and not cluster.has_curve(kind, **where):
+            if cluster.lacks_network(where["num_nodes"]) and not cluster.has_curve(kind, **where):
                 beyond.add((where["num_nodes"], where["ranks_per_node"]))
         if beyond:
             num_nodes, ranks_per_node = max(beyond)
@@ -239,5 +239,5 @@ def _rate_of(dtype: torch.dtype) -> str | None:
 
 
 def _link(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    num_nodes, _ = slowest_placement(ranks, cluster.gpus_per_node, num_ranks())
+    num_nodes, _ = slowest_placement(ranks, cluster.gpus_per_node, world_size())
     return "network" if num_nodes > 1 and cluster.network is not None else "nvlink"

@@ -251,9 +251,23 @@ _TAKES_FUSED = (OpKind.FUSIBLE, OpKind.ABSORBING)
 
 
 def _is_padding(node: fx.Node) -> bool:
-    """True for what fills up an uneven shard for its gather; only some ranks have it."""
-    is_pad = node.target is torch.ops.aten.constant_pad_nd.default
-    return is_pad and any(_is_collective(user.target) for user in node.users)
+    """True for what fills up an uneven shard for its gather, alone or packed with others.
+
+    Only some ranks have it.
+    """
+    return node.target is torch.ops.aten.constant_pad_nd.default and _is_sent(node)
+
+
+def _is_sent(node: fx.Node) -> bool:
+    """Whether a collective sends ``node``, alone or packed with others."""
+    return any(
+        _is_collective(user.target) or ((is_view(user) or _is_cat(user)) and _is_sent(user))
+        for user in node.users
+    )
+
+
+def _is_cat(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.cat.default
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

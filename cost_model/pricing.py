@@ -50,7 +50,10 @@ class CostModel(Protocol):
         ...
 
     def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
-        """Time (us) of a collective of ``kind`` among the global ``ranks``; nccl-tests size."""
+        """Time (us) of a collective of ``kind`` among the global ``ranks``; nccl-tests size.
+
+        ``ranks`` are those of the first group of its mesh dimension, the same on all ranks.
+        """
         ...
 
 

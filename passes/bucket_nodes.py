@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from inductor_overlap.passes.collectives import BUCKET, Collective
+from inductor_overlap.passes.collectives import BUCKET, Collective, is_slice
 from inductor_overlap.passes.fx_ops import arguments, payload_name
 
 aten = torch.ops.aten
@@ -29,9 +29,11 @@ class MergedBucket:
     """The nodes of one bucket.
 
     Attributes:
-        pack: before the start; empty if the members' inputs already are one tensor.
+        pack: before the start; empty if the members' inputs already are one tensor. Of a coalesced
+            bucket, casts of the members' inputs.
         wait: the wait and the views that all members share; of a coalesced bucket, all waits.
-        unpack: by name of the member's wait, the nodes that stand for it.
+        unpack: by name of the member's wait, the nodes that stand for it; of a coalesced bucket
+            only the slices that cut off padding.
         items: of a coalesced bucket, those of the start's result.
     """
 
@@ -65,10 +67,10 @@ class BucketNodes:
     ) -> None:
         self.name = name
         self.members = members
-        self.sources = [member.source for member in members]
         self._graph = members[0].start.graph
         self._twins = iter(twins)
         self._written: list[fx.Node] = []
+        self.sources = [self._source(member) for member in members]
 
     @property
     def group_size(self) -> int:
@@ -109,19 +111,25 @@ class BucketNodes:
 
     def unpad(self, member: Collective, result: fx.Node) -> fx.Node:
         """``result`` of ``member`` without the padding that its input had lost."""
-        for cut in member.unpad:
-            if cut.meta["val"].shape == cut.all_input_nodes[0].meta["val"].shape:
-                continue
-            where = cut.args[1:]
-            value_of = partial(_sliced, result.meta["val"], where)
-            result = self.add(aten.slice.Tensor, (result, *where), value_of, like=cut)
+        for cut in filter(is_slice, member.unpad):
+            result = self._again(cut, result)
         return result
+
+    def _source(self, member: Collective) -> fx.Node:
+        """What ``member`` adds to the bucket, padding included."""
+        source = member.source
+        for cast in member.casts:
+            source = self._again(cast, source)
+        return source
+
+    def _again(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """Another ``node``, applied to ``source``."""
+        target: Any = node.target
+        args, kwargs = node.args[1:], dict(node.kwargs)
+        value_of = partial(target, source.meta["val"], *args, **kwargs)
+        return self.add(target, (source, *args), value_of, kwargs=kwargs, like=node)
 
     def take(self) -> tuple[fx.Node, ...]:
         """What was written since the last call."""
         written, self._written = tuple(self._written), []
         return written
-
-
-def _sliced(value: torch.Tensor, where: Sequence[Any]) -> torch.Tensor:
-    return aten.slice.Tensor(value, *where)

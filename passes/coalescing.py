@@ -30,7 +30,10 @@ _COALESCED: dict[str, Any] = {
 def coalesce(name: str, members: Sequence[Collective]) -> MergedBucket:
     """Write the collective called ``name``; the users of the members' waits use the new ones."""
     nodes = BucketNodes(name, members)
-    outputs = [_output(member) for member in members]
+    outputs = [
+        _output(member, source) for member, source in zip(members, nodes.sources, strict=True)
+    ]
+    pack = nodes.take()
     start = nodes.start(_COALESCED[members[0].kind], list(nodes.sources), lambda: outputs)
     items = [
         nodes.add(getitem, (start, index), lambda value=value: value, like=member.start)
@@ -40,17 +43,14 @@ def coalesce(name: str, members: Sequence[Collective]) -> MergedBucket:
     unpack: dict[str, tuple[fx.Node, ...]] = {}
     nodes.take()
     for member, item in zip(members, items, strict=True):
-        old = member.waits[0]
-        value = old.meta["val"] if not member.unpad else item.meta["val"]
+        old, value = member.waits[0], item.meta["val"]
         wait = nodes.add(c10d.wait_tensor.default, (item,), lambda value=value: value, like=old)
         waits += nodes.take()
         old.replace_all_uses_with(nodes.unpad(member, wait))
         unpack[old.name] = nodes.take()
-    return MergedBucket((), start, tuple(waits), unpack, tuple(items))
+    return MergedBucket(pack, start, tuple(waits), unpack, tuple(items))
 
 
-def _output(member: Collective) -> torch.Tensor:
+def _output(member: Collective, source: fx.Node) -> torch.Tensor:
     """What the collective of ``member`` writes, padding included."""
-    if member.unpad:
-        return torch.empty_like(member.source.meta["val"])
-    return member.start.meta["val"]
+    return torch.empty_like(source.meta["val"]) if member.unpad else member.start.meta["val"]

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from inductor_overlap.cost_model.fusion import node_bytes
-from inductor_overlap.cost_model.placement import groups_like, num_ranks
+from inductor_overlap.cost_model.placement import groups_like, world_size
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.sizes import numel_hint, shape_hint, tensor_bytes
 from inductor_overlap.passes.fx_ops import (
@@ -80,9 +80,9 @@ class Collective:
         unpack: nodes that take the result of a gathered bucket apart, behind its wait.
         tail: chain from the wait (excluded) to the graph output, reductions only.
         follows: name of the reduction whose result this one reduces further (HSDP).
-        unpad: slices (and reshapes that change nothing) by which its input loses the padding of
-            that result; only some ranks have them. Its sizes and shapes are those before, and its
-            buckets reduce the padding too.
+        unpad: slices by which its input loses the padding of that result, which only some ranks
+            have, with the casts and idle reshapes among them. Its sizes and shapes are those
+            before, and its buckets reduce the padding too.
     """
 
     name: str
@@ -118,6 +118,11 @@ class Collective:
     def source(self) -> fx.Node:
         """The tensor that a collective of one tensor sends, or what it is unpadded from."""
         return self.unpad[0].all_input_nodes[0] if self.unpad else payload(self.start)[0]
+
+    @property
+    def casts(self) -> tuple[fx.Node, ...]:
+        """The casts among ``unpad``, in order."""
+        return tuple(node for node in self.unpad if is_cast(node))
 
     @property
     def numel(self) -> int:
@@ -193,15 +198,17 @@ def _describe(
     kind = collective_kind(start)
     follows = _followed_reduction(start, found)
     unpad = _unpad(start) if kind == "all_reduce" and follows else ()
-    # The slices of an all-reduce keep its result as small; without them it is like its input.
-    sources, result = payload(start), start
-    if unpad:
-        sources = unpad[0].all_input_nodes
-        result = sources[0]
+    sources = payload(start)
     first = _single_tensor(sources[0] if sources else None)
+    dtype = first.dtype if first is not None else torch.float32
+    # Without the slices, the input of an all-reduce and its result are larger alike.
+    padded = unpad[0].all_input_nodes[0] if unpad else None
+    first = _single_tensor(padded) if padded is not None else first
     source = first if len(sources) == 1 else None
-    output = _single_tensor(result)
-    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(result)
+    output = _single_tensor(start if padded is None else padded)
+    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
+    if padded is not None:
+        input_bytes = output_bytes = numel_of(padded) * dtype.itemsize
     size_bytes = output_bytes if kind == "all_gather" else input_bytes
     sizes_bytes = () if unpad else _sizes_bytes(start, kind)
     items = _items(start)
@@ -219,7 +226,7 @@ def _describe(
         sizes_bytes=sizes_bytes or (size_bytes,),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
-        dtype=first.dtype if first is not None else torch.float32,
+        dtype=dtype,
         input_shape=_shape(source),
         output_shape=_shape(output),
         reduce_op=str(given.get("reduce_op", "")),
@@ -334,7 +341,7 @@ def _head(
         chain, num_shared, root = _chain(node)
         if root is None:
             return (), {}, None
-        shared.update(dict.fromkeys(chain[:num_shared], _numel(node)))
+        shared.update(dict.fromkeys(chain[:num_shared], numel_of(node)))
         head.update(dict.fromkeys(chain[num_shared:]))
     return tuple(head), shared, root
 
@@ -422,17 +429,24 @@ def _reduction_of(node: fx.Node, found: dict[str, Collective]) -> str:
 
 
 def _unpad(start: fx.Node) -> tuple[fx.Node, ...]:
-    """The slices and idle reshapes right before ``start``, in order; of a bucket none."""
+    """The slices, casts and idle reshapes right before ``start``, in order; of a bucket none."""
     found: list[fx.Node] = []
+    if BUCKET in start.meta or not is_plain_form(start):
+        return ()
     node = payload(start)[0]
-    while BUCKET not in start.meta and (_is_slice(node) or _is_idle(node)):
+    while is_slice(node) or is_cast(node) or _is_idle(node):
         found.insert(0, node)
         node = node.all_input_nodes[0]
     return tuple(found)
 
 
-def _is_slice(node: fx.Node) -> bool:
+def is_slice(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.slice.Tensor
+
+
+def is_cast(node: fx.Node) -> bool:
+    """True for what changes the dtype of its one input."""
+    return op_base_name(node) in ("convert_element_type", "_to_copy")
 
 
 def _is_idle(node: fx.Node) -> bool:
@@ -473,7 +487,7 @@ def _group_ranks(group_name: str, sizes: dict[str, int]) -> tuple[int, ...]:
     if dist.is_available() and dist.is_initialized():
         try:
             ranks = dist.get_process_group_ranks(_resolve_group(group_name))
-            return tuple(groups_like(ranks, num_ranks())[0])
+            return tuple(groups_like(ranks, world_size())[0])
         except (RuntimeError, ValueError, KeyError):
             pass  # the graph was traced elsewhere: plan with what it says itself
     return tuple(range(sizes.get(group_name, 2)))
@@ -503,7 +517,8 @@ def _single_tensor(argument: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _numel(node: fx.Node) -> int:
+def numel_of(node: fx.Node) -> int:
+    """Elements of the tensor that ``node`` returns; 0 if it is none, or several."""
     tensor = _single_tensor(node)
     return numel_hint(tensor) if tensor is not None else 0
 

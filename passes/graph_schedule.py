@@ -30,7 +30,13 @@ from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.cost_model.wire_time import BucketPrice
 from inductor_overlap.passes.bucket_nodes import bucket_members
 from inductor_overlap.passes.bucketing import why_not_bucketed
-from inductor_overlap.passes.collectives import BUCKET, Collective, find_collectives
+from inductor_overlap.passes.collectives import (
+    BUCKET,
+    Collective,
+    find_collectives,
+    is_slice,
+    numel_of,
+)
 from inductor_overlap.passes.fx_ops import (
     is_barrier,
     is_wait,
@@ -147,13 +153,13 @@ class _Reader:
 
     @cached_property
     def chains(self) -> Mapping[str, int]:
-        """Tasks on uneven shards -> bytes they write: of a cast, sum or pack, else 0 (a view).
+        """Tasks on uneven shards -> bytes they write: of a cast, sum, pack or all-reduce, else 0.
 
         Padding and unpadding are left out, since only some ranks do them; sizes are padded.
         """
         chains = self._shared_heads() | self._sums()
         for collective in self.collectives:
-            if collective.pack and collective.kind == "all_gather":
+            if collective.pack and (collective.kind == "all_gather" or collective.items):
                 chains[f"{collective.name}.pack"] = collective.input_bytes
             if collective.head:
                 casts = _dtypes(collective.head) != {collective.dtype}
@@ -189,9 +195,9 @@ class _Reader:
             parts = [numel[arg] for arg in node.all_input_nodes if arg in numel]
             if not parts or node in numel or node in self.by_start or node.op == "output":
                 continue
-            if BUCKET in node.meta and node.target is not torch.ops.aten.slice.Tensor:
+            if BUCKET in node.meta and not is_slice(node):
                 # A member of a bucket, padded.
-                numel[node] = _numel_or_none(node) or max(parts)
+                numel[node] = numel_of(node) or max(parts)
                 continue
             numel[node] = sum(parts) if op_base_name(node) == "cat" else max(parts)
             if self.task_of[node] == node.name:
@@ -234,8 +240,9 @@ class _Reader:
 
     def _task(self, name: str, nodes: Sequence[fx.Node], links: OrderLinks) -> Task:
         inputs = [arg for node in nodes for arg in node.all_input_nodes]
-        if nodes[0] in self.by_start and self.by_start[nodes[0]].unpad:
-            inputs.append(self.by_start[nodes[0]].source)  # as on ranks that have no padding
+        started = self.by_start.get(nodes[0])
+        if started is not None and started.unpad and not started.casts:
+            inputs.append(started.source)  # as on ranks that have no padding
         deps = [self.task_of[arg] for arg in inputs if arg in self.task_of]
         reads = list(dict.fromkeys(b for arg in inputs for b in self.storages.of(arg)))
         writes = self._writes(name, nodes)
@@ -301,7 +308,8 @@ class _Reader:
         kernels: dict[str, int] = {}
         for collective in self.collectives:
             members = max(1, len(bucket_members(collective.start)))
-            kernels[f"{collective.name}.prepare"] = members if collective.items else 1
+            alone = members if collective.items else 1
+            kernels |= dict.fromkeys((f"{collective.name}.prepare", f"{collective.name}.pack"), alone)
             kernels[f"{collective.name}.finish"] = members
         return kernels
 
@@ -482,11 +490,6 @@ def _reached(node: fx.Node) -> set[fx.Node]:
             reached.add(current)
             pending += [user for user in current.users if user.op != "output"]
     return reached
-
-
-def _numel_or_none(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return numel_hint(value) if isinstance(value, torch.Tensor) else None
 
 
 def _only_fused_readers(wait: fx.Node) -> bool:

@@ -33,6 +33,7 @@ from inductor_overlap.passes.auto_wrap import (
 from inductor_overlap.passes.bucket_nodes import MergedBucket
 from inductor_overlap.passes.bucketing import merge_bucket
 from inductor_overlap.passes.collectives import Collective
+from inductor_overlap.passes.fx_ops import is_start
 from inductor_overlap.passes.graph_schedule import GraphProgram, read_graph, write_order
 from inductor_overlap.passes.plan import Plan
 from inductor_overlap.passes.storages import is_backward
@@ -238,14 +239,16 @@ def _carry_out(
         for name in bucket.members:
             nodes.pop(name)
         nodes.update(merged.unpack)
+        # Nothing packs a coalesced bucket; casts of it go right before the launch.
+        pack = () if bucket.form == "packed" else merged.pack
         nodes[f"{bucket.name}.pack"] = merged.pack
-        nodes[bucket.name] = (merged.start, *merged.items)
+        nodes[bucket.name] = (*pack, merged.start, *merged.items)
         nodes[f"{bucket.name}.wait"] = merged.wait
         written += len(merged.pack) + len(merged.wait) + len(merged.items) + 1
         buckets.append(merged)
     written += write_order(graph, nodes, choice.plan.order)
-    for name in choice.plan.starts:
-        nodes[name][0].meta[_PLANNED] = choice.plan.digest
+    for node in (node for name in choice.plan.starts for node in nodes[name] if is_start(node)):
+        node.meta[_PLANNED] = choice.plan.digest
     return written, tuple(buckets)
 
 

@@ -103,7 +103,7 @@ class Proposal:
 class Trial:
     """What a proposal led to on the coarse program.
 
-    ``notes``: what had to be left out of its buckets.
+    ``notes``: what had to be left out of their buckets.
     """
 
     proposal: Proposal
@@ -266,7 +266,7 @@ def _about_left_out(collectives: Sequence[FreeCollective]) -> tuple[str, ...]:
         f"the {kinds[each.is_gather]} of {name_of(each) or each.name}" for each in collectives
     )
     note = (
-        f"left out of its bucket, which would not fit the memory limit: {listed}; a larger "
+        f"left out of their buckets, which would not fit the memory limit: {listed}; a larger "
         "memory_limit_gb merges more"
     )
     return (note,) if listed else ()

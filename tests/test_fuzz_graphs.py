@@ -70,6 +70,7 @@ _RECIPE = Recipe(
 
 _HYBRID = replace(_PARAMETER, group="pg1", dtype=torch.float32, early_unpad=True)
 _HYBRID_RECIPE = replace(_RECIPE, parameters=(_HYBRID,) * 4)
+_CAST_RECIPE = replace(_RECIPE, parameters=(replace(_HYBRID, gradient="cast"),) * 4)
 
 
 def overlap(
@@ -121,6 +122,9 @@ def assert_one_wait_each(graph: fx.Graph) -> None:
 @given(recipes(), PRICES, WRAPS, LIMITS)
 @example(_HYBRID_RECIPE, TestPrices(latency_us=20.0), "auto", math.inf)
 @example(_HYBRID_RECIPE, TestPrices(latency_us=20.0), ["*"], math.inf)
+@example(_CAST_RECIPE, TestPrices(latency_us=20.0), "auto", math.inf)
+@example(_CAST_RECIPE, TestPrices(latency_us=20.0), ["*"], math.inf)
+@example(_CAST_RECIPE, TestPrices(latency_us=20.0, member_us=0.1), ["*"], math.inf)
 def test_ranks_agree_and_compute_what_they_did(
     recipe: Recipe, prices: TestPrices, wrap: Wrap, limit: float | None
 ) -> None:

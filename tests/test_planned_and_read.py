@@ -127,7 +127,7 @@ def test_what_was_left_out_is_said_of_coalesced_buckets_too() -> None:
     (bucket,) = outcome.plan.buckets
     left_out = 6 - len(bucket.members)
     assert (bucket.form, left_out > 0) == ("coalesced", True)
-    (note,) = (warning for warning in outcome.warnings if "left out of its bucket" in warning)
+    (note,) = (warning for warning in outcome.warnings if "left out of their buckets" in warning)
     assert note.count("the gather of layers.") == left_out
     assert note.endswith("a larger memory_limit_gb merges more")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from inductor_overlap.passes.post_grad import Outcome, overlap_graph
 pytestmark = pytest.mark.quick
 
 H100 = Cluster.preset("h100-ib")
+ONE_BUCKET = [["layers.*"]]
 
 
 def test_a_placement_is_counted_by_nodes() -> None:
@@ -41,10 +43,14 @@ def test_groups_of_one_mesh_dimension_are_found_from_one_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "num_ranks"),
-    [([0, 1, 3], 12), ([1, 2, 3], 12), ([0, 1, 2], 11), ([0, 1, 2], 0), ([3, 2, 1], 12)],
+    [([0, 1, 3], 12), ([1, 2, 3], 12), ([0, 1, 2], 0), ([3, 2, 1], 12)],
 )
 def test_a_group_that_no_mesh_has_is_like_itself_only(ranks: list[int], num_ranks: int) -> None:
-    assert groups_like(ranks, num_ranks) == [ranks]
+    assert [list(like) for like in groups_like(ranks, num_ranks)] == [ranks]
+
+
+def test_a_mesh_may_leave_out_the_last_ranks() -> None:
+    assert groups_like((3, 4, 5), 8) == (range(3), range(3, 6))
 
 
 def test_the_slowest_of_the_groups_decides() -> None:
@@ -74,9 +80,13 @@ def test_all_ranks_read_the_same_groups_and_prices(rank: int) -> None:
         assert set(links.values()) == {"network"}
 
 
-def decided(gm: fx.GraphModule) -> tuple[object, ...]:
+def decided(gm: fx.GraphModule, wrap: object) -> tuple[object, ...]:
     """What must be the same on all ranks, to the last bit."""
-    outcome: Outcome = overlap_graph(gm.graph, ClusterCostModel(H100), parse_wrap("auto"))
+    outcome: Outcome = overlap_graph(
+        gm.graph, ClusterCostModel(H100), parse_wrap(wrap), memory_limit_bytes=math.inf
+    )
+    if wrap == ONE_BUCKET:
+        assert outcome.plan.buckets
     times = [(t.step_us, t.peak_bytes) for t in (outcome.before, outcome.after)]
     return outcome.plan.digest, times, outcome.bound.step_us
 
@@ -111,8 +121,11 @@ def read_shard(rows: int, count: int) -> fx.GraphModule:
     return b.output(x, *outputs)
 
 
-@pytest.mark.parametrize("count", [1, 13, 40])
+@pytest.mark.parametrize("count", [2, 13, 40])
 @pytest.mark.parametrize("build", [wide_value, read_shard])
-def test_padding_decides_nothing(build: Callable[[int, int], fx.GraphModule], count: int) -> None:
+@pytest.mark.parametrize("wrap", ["auto", ONE_BUCKET])
+def test_padding_decides_nothing(
+    build: Callable[[int, int], fx.GraphModule], count: int, wrap: object
+) -> None:
     """Of 63 rows on two ranks one has 32, the other 31."""
-    assert decided(build(31, count)) == decided(build(32, count))
+    assert decided(build(31, count), wrap) == decided(build(32, count), wrap)

@@ -216,12 +216,12 @@ class _Writer:
         start = b.scatter_start(full, p.group, op=op, group_size=self._size(p))
         result = b.wait(b.stamp(start, self.shards[index]))
         if p.group == "pg1":
-            if p.gradient == "cast":
-                result = b.cast(result, torch.float32)
             if p.early_unpad:
                 result = self._unpadded(index, result)
                 shape = list(result.meta["val"].shape)
                 result = b.call(aten.reshape.default, result, shape)  # DTensor leaves one too
+            if p.gradient == "cast":
+                result = b.cast(result, torch.float32)
             result = b.wait(b.stamp(b.reduce_start(result, "pg2", op=op), self.shards[index]))
         self.gradients.setdefault(index, []).append(result)
 
