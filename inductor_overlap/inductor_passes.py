@@ -1,9 +1,9 @@
 """The passes as Inductor's hooks see them: `plugin` puts them there.
 
 They hold settings only; they deepcopy, pickle, and carry an identity that covers this package's
-source, torch's version, the settings, the prices and the placement of the process groups, so that
-compiled graphs are cached and found again. A fault of ours is logged and leaves the graph as it
-was; a user's mistake is raised.
+source, torch's version, the settings, the prices, the rank and the shapes of the process groups,
+so that compiled graphs are cached and found again. A fault of ours is logged and leaves the graph
+as it was; a user's mistake is raised.
 """
 
 # torch does not type the process group registry.
@@ -34,13 +34,13 @@ from torch._logging._internal import trace_structured
 from inductor_overlap.cost_model.pricing import CostModelError
 from inductor_overlap.optimize import device_type, overlap_and_report
 from inductor_overlap.passes.auto_wrap import MemoryLimitError, NoWrap
-from inductor_overlap.passes.compiled_model import frame_parameters, is_sharded
+from inductor_overlap.passes.compiled_model import is_sharded, model_parameters
 from inductor_overlap.passes.fx_ops import is_start
 from inductor_overlap.passes.keep_gathered import keep_gathered
 from inductor_overlap.passes.manual_wrap import ManualWrap, WrapError, absent_note
 from inductor_overlap.passes.parameter_names import (
     dynamo_parameters,
-    parameter_fqn,
+    is_named_by_dynamo,
     stamp_collectives,
     stamp_parameter_names,
 )
@@ -74,7 +74,7 @@ class Identified:
                 self.settings.cost_model,
             )
             return None
-        parts = (type(self).__name__, _source_digest(), torch.__version__, settings, _groups())
+        parts = (type(self).__name__, _source_digest(), torch.__version__, settings, *_place())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -121,7 +121,7 @@ class NameParameters(Identified, CustomGraphPass):
         policy = self.settings.policy
         if not isinstance(policy, ManualWrap) or not is_sharded(graph):
             return
-        absent = policy.absent(dynamo_parameters(graph).values(), frame_parameters())
+        absent = policy.absent(dynamo_parameters(graph).values(), model_parameters(graph))
         if absent:
             log.warning("%s", absent_note(absent))
 
@@ -186,10 +186,10 @@ class OverlapGraph(Identified, CustomGraphPass):
             return
         self.settings.prices(device_type(graph))  # an unknown device is the user's to mend
         # Where Dynamo named parameters, it was asked for those of the wrap list too.
-        is_named = any(parameter_fqn(node) is not None for node in graph.nodes if is_start(node))
+        is_checked = any(is_named_by_dynamo(node) for node in graph.nodes if is_start(node))
         # Plans are rehearsed on a copy, so after a failure the graph compiles without us.
         report = _attempt(
-            lambda: overlap_and_report(graph, self.settings, is_part=is_named),
+            lambda: overlap_and_report(graph, self.settings, is_part=is_checked),
             "planning failed, please report this; the graph is left as it was",
         )
         if report is None:
@@ -241,10 +241,15 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _groups() -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every process group: its ranks counted from its first."""
+def _place() -> tuple[int, Sequence[tuple[str, tuple[int, ...]]]]:
+    """This rank, and name and shape of every process group: its ranks counted from its first.
+
+    The rank, because AOTAutograd tells DTensors apart by their global shapes: ranks that share a
+    cache would find each other's code for shards of other sizes (torch 2.13).
+    """
     if not dist.is_available() or not dist.is_initialized():
-        return []
+        return 0, []
     names: Mapping[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_names
     ranks = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
-    return [(name, tuple(rank - own[0] for rank in own)) for name, own in ranks.items() if own]
+    shapes = [(name, tuple(rank - own[0] for rank in own)) for name, own in ranks.items() if own]
+    return dist.get_rank(), shapes

@@ -309,7 +309,9 @@ class _Reader:
         for collective in self.collectives:
             members = max(1, len(bucket_members(collective.start)))
             alone = members if collective.items else 1
-            kernels |= dict.fromkeys((f"{collective.name}.prepare", f"{collective.name}.pack"), alone)
+            kernels |= dict.fromkeys(
+                (f"{collective.name}.prepare", f"{collective.name}.pack"), alone
+            )
             kernels[f"{collective.name}.finish"] = members
         return kernels
 

@@ -38,6 +38,7 @@ from inductor_overlap.passes.fx_ops import (
 
 NAME = "inductor_overlap_parameter"
 POSITION = "inductor_overlap_position"
+_BY_DYNAMO = "inductor_overlap_by_dynamo"
 
 _STEP = re.compile(r"\.(\w+)|\['?([^'\]]+)'?\]")
 _CONTAINERS = ("__dict__", "_modules", "_parameters", "_buffers")
@@ -84,9 +85,13 @@ def dynamo_parameters(graph: fx.Graph) -> dict[fx.Node, str]:
     return {node: name for node, name in inputs if name is not None}
 
 
+def source_name(placeholder: fx.Node) -> str:
+    """Where Dynamo found an input, such as ``L['self']._modules['a']``; "" if it does not say."""
+    return str(getattr(getattr(placeholder, "_dynamo_source", None), "name", ""))
+
+
 def _source_fqn(placeholder: fx.Node) -> str | None:
-    source = getattr(placeholder, "_dynamo_source", None)
-    return fqn_of_source(str(getattr(source, "name", "")))
+    return fqn_of_source(source_name(placeholder))
 
 
 def _stamp_users(graph: fx.Graph, named: dict[fx.Node, str]) -> None:
@@ -137,18 +142,19 @@ def stamp_collectives(graph: fx.Graph) -> None:
         used = list(_unary_users(placeholder))
         names = [name for node in used if (name := parameter_fqn(node)) is not None]
         name = names[0] if names else descriptor_fqn(placeholder)
-        _tell(used, name, position)
+        told = {POSITION: position, NAME: name, _BY_DYNAMO: bool(names)}
+        _tell(used, told)
         if origin in gradients:
-            _tell(_finishing(gradients[origin]), name, position)
+            _tell(_finishing(gradients[origin]), told)
 
 
-def _tell(nodes: Iterable[fx.Node], name: str | None, position: int) -> None:
-    """Write name and position to the collectives among ``nodes``."""
+def _tell(nodes: Iterable[fx.Node], told: Mapping[str, object]) -> None:
+    """Write what is known of a parameter to the collectives among ``nodes``."""
     for node in nodes:
         if is_start(node):
-            _write(node, POSITION, position)
-            if name is not None:
-                _write(node, NAME, name)
+            for key, value in told.items():
+                if value is not None:
+                    _write(node, key, value)
 
 
 def _gradients(graph: fx.Graph) -> dict[object, fx.Node]:
@@ -227,6 +233,11 @@ def _may_be_tensor(node: fx.Node) -> bool:
 def parameter_fqn(node: fx.Node) -> str | None:
     """FQN of the parameter that a gather or a gradient reduction serves, where it is known."""
     return _custom(node).get(NAME)
+
+
+def is_named_by_dynamo(node: fx.Node) -> bool:
+    """Whether that name is of the module that Dynamo traced, not of an exported graph's inputs."""
+    return bool(_custom(node).get(_BY_DYNAMO))
 
 
 def parameter_position(node: fx.Node) -> int | None:

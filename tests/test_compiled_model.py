@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import inductor_overlap as io
 from inductor_overlap.inductor_passes import NameParameters
-from inductor_overlap.passes.compiled_model import frame_parameters
+from inductor_overlap.passes.compiled_model import model_parameters
 from inductor_overlap.settings import Settings
 
 pytestmark = pytest.mark.quick
@@ -49,12 +49,12 @@ class Model(nn.Module):
         return self.layers[2](x)
 
 
-def compile_with(wrap: Any, model: nn.Module) -> list[frozenset[str]]:
+def compile_with(wrap: Any, model: Any) -> list[frozenset[str]]:
     """Runs the Dynamo pass on each graph; what it knew of the model at each."""
     known: list[frozenset[str]] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        known.append(frame_parameters())
+        known.append(model_parameters(gm.graph))
         NameParameters(Settings(wrap=wrap, cluster="h100-ib"))(gm.graph)
         return gm.forward
 
@@ -99,4 +99,14 @@ def test_names_are_looked_up_in_sharded_models_only() -> None:
 
 
 def test_outside_a_trace_nothing_is_known() -> None:
-    assert frame_parameters() == frozenset()
+    assert model_parameters(fx.Graph()) == frozenset()
+
+
+held: nn.Module = Model()
+
+
+def test_a_model_that_a_global_holds_is_known() -> None:
+    def step(x: Tensor) -> Tensor:
+        return held(x) + 1.0
+
+    assert compile_with(["layers.*"], step) == [NAMES]

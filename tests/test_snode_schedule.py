@@ -119,7 +119,8 @@ def test_no_collective_crosses_an_op_that_may_communicate(
 
     assert 0 < len(behind(source.program)) < 2 * len(source.program.collectives)
     assert behind(retime(source.program)) == behind(source.program)
-    assert barrier in [task.name for task in pinned_tasks(source.program.schedule, {barrier})]
+    pinned = [task.name for task in pinned_tasks(source.program.schedule, source.barriers)]
+    assert barrier in pinned
 
 
 def test_buffers_of_unknown_size_are_read_and_written_by_nobody(
@@ -127,6 +128,10 @@ def test_buffers_of_unknown_size_are_read_and_written_by_nobody(
 ) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         source = read(SelectsRows(), mesh, monkeypatch, graph=0)
-    source.program.schedule.validate()
+    schedule = source.program.schedule
+    schedule.validate()
     assert source.program.collectives
+    made = {b for snodes in source.snodes.values() for s in snodes for b in s.get_buffer_names()}
+    counted = {name for task in schedule.tasks for name in (*task.reads, *task.writes)}
+    assert made - counted and all(schedule.buffers[name].size_bytes > 0 for name in counted)
     retime(source.program).schedule.validate()
