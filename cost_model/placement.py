@@ -26,7 +26,12 @@ def placement(ranks: Sequence[int], gpus_per_node: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _groups_like(ranks: tuple[int, ...], num_ranks: int) -> tuple[Sequence[int], ...]:
+def groups_like(ranks: tuple[int, ...], num_ranks: int) -> tuple[Sequence[int], ...]:
+    """The groups of the mesh dimension that ``ranks`` is one of, by first rank.
+
+    Of a mesh that covers ranks from 0 on, row by row. Only ``ranks`` itself if it is evenly spaced
+    in no such mesh of ``num_ranks``.
+    """
     size = len(ranks)
     step = ranks[1] - ranks[0] if size > 1 else 1
     is_even = size > 0 and step > 0 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step))
@@ -36,15 +41,6 @@ def _groups_like(ranks: tuple[int, ...], num_ranks: int) -> tuple[Sequence[int],
     begins = range(0, num_ranks - block + 1, block)
     firsts = (first for begin in begins for first in range(begin, begin + step))
     return tuple(range(first, first + block, step) for first in firsts) or (ranks,)
-
-
-def groups_like(ranks: Sequence[int], num_ranks: int) -> tuple[Sequence[int], ...]:
-    """The groups of the mesh dimension that ``ranks`` is one of, by first rank.
-
-    Of a mesh that covers ranks from 0 on, row by row. Only ``ranks`` itself if it is evenly spaced
-    in no such mesh of ``num_ranks``.
-    """
-    return _groups_like(tuple(ranks), num_ranks)
 
 
 @lru_cache(maxsize=1024)

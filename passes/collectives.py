@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ def _describe(
     start: fx.Node,
     written: frozenset[fx.Node],
     found: dict[str, Collective],
-    sizes: dict[str, int],
+    group_sizes: dict[str, int],
     position: Mapping[fx.Node, int],
 ) -> Collective:
     waits = tuple(_waits(start))
@@ -198,19 +198,7 @@ def _describe(
     kind = collective_kind(start)
     follows = _followed_reduction(start, found)
     unpad = _unpad(start) if kind == "all_reduce" and follows else ()
-    sources = payload(start)
-    first = _single_tensor(sources[0] if sources else None)
-    dtype = first.dtype if first is not None else torch.float32
-    # Without the slices, the input of an all-reduce and its result are larger alike.
-    padded = unpad[0].all_input_nodes[0] if unpad else None
-    first = _single_tensor(padded) if padded is not None else first
-    source = first if len(sources) == 1 else None
-    output = _single_tensor(start if padded is None else padded)
-    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
-    if padded is not None:
-        input_bytes = output_bytes = numel_of(padded) * dtype.itemsize
-    size_bytes = output_bytes if kind == "all_gather" else input_bytes
-    sizes_bytes = () if unpad else _sizes_bytes(start, kind)
+    sizes = _padded_sizes(start, unpad) if unpad else _sizes(start, kind)
     items = _items(start)
     pack = _pack(start)
     head, shared, root = _head(start, pack) if kind == "all_gather" else ((), {}, None)
@@ -222,17 +210,17 @@ def _describe(
         kind=kind,
         start=start,
         waits=waits,
-        size_bytes=size_bytes,
-        sizes_bytes=sizes_bytes or (size_bytes,),
-        input_bytes=input_bytes,
-        output_bytes=output_bytes,
-        dtype=dtype,
-        input_shape=_shape(source),
-        output_shape=_shape(output),
+        size_bytes=sizes.output_bytes if kind == "all_gather" else sizes.input_bytes,
+        sizes_bytes=sizes.each_bytes,
+        input_bytes=sizes.input_bytes,
+        output_bytes=sizes.output_bytes,
+        dtype=sizes.dtype,
+        input_shape=sizes.input_shape,
+        output_shape=sizes.output_shape,
         reduce_op=str(given.get("reduce_op", "")),
         group_name=name,
         group=group,
-        ranks=_group_ranks(name, sizes),
+        ranks=_group_ranks(name, group_sizes),
         fqn=fqn,
         module=_module_of(start, fqn),
         free=not why_fixed,
@@ -247,6 +235,40 @@ def _describe(
         follows=follows,
         unpad=unpad,
     )
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a collective as `Collective` has them; ``each_bytes`` is its ``sizes_bytes``."""
+
+    dtype: torch.dtype
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    each_bytes: tuple[int, ...]
+
+
+def _sizes(start: fx.Node, kind: str) -> _Sizes:
+    sources = payload(start)
+    first = _single_tensor(sources[0] if sources else None)
+    input_bytes, output_bytes = sum(map(node_bytes, sources)), node_bytes(start)
+    size_bytes = output_bytes if kind == "all_gather" else input_bytes
+    return _Sizes(
+        dtype=first.dtype if first is not None else torch.float32,
+        input_shape=_shape(first if len(sources) == 1 else None),
+        output_shape=_shape(_single_tensor(start)),
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+        each_bytes=_sizes_bytes(start, kind) or (size_bytes,),
+    )
+
+
+def _padded_sizes(start: fx.Node, unpad: Sequence[fx.Node]) -> _Sizes:
+    """Those of an all-reduce, and of its result, without the slices before it."""
+    padded = unpad[0].all_input_nodes[0]
+    shape, dtype = _shape(_single_tensor(padded)), payload(start)[0].meta["val"].dtype
+    size_bytes = numel_of(padded) * dtype.itemsize
+    return _Sizes(dtype, shape, shape, size_bytes, size_bytes, (size_bytes,))
 
 
 def _why_fixed(
@@ -487,7 +509,7 @@ def _group_ranks(group_name: str, sizes: dict[str, int]) -> tuple[int, ...]:
     if dist.is_available() and dist.is_initialized():
         try:
             ranks = dist.get_process_group_ranks(_resolve_group(group_name))
-            return tuple(groups_like(ranks, world_size())[0])
+            return tuple(groups_like(tuple(ranks), world_size())[0])
         except (RuntimeError, ValueError, KeyError):
             pass  # the graph was traced elsewhere: plan with what it says itself
     return tuple(range(sizes.get(group_name, 2)))

@@ -37,8 +37,8 @@ def test_groups_of_one_mesh_dimension_are_found_from_one_of_them() -> None:
     columns = [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
     for groups in (rows, columns):
         for group in groups:
-            assert [list(like) for like in groups_like(group, 12)] == groups
-    assert [list(like) for like in groups_like([2], 4)] == [[0], [1], [2], [3]]
+            assert [list(like) for like in groups_like(tuple(group), 12)] == groups
+    assert [list(like) for like in groups_like((2,), 4)] == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_groups_of_one_mesh_dimension_are_found_from_one_of_them() -> None:
     [([0, 1, 3], 12), ([1, 2, 3], 12), ([0, 1, 2], 0), ([3, 2, 1], 12)],
 )
 def test_a_group_that_no_mesh_has_is_like_itself_only(ranks: list[int], num_ranks: int) -> None:
-    assert [list(like) for like in groups_like(ranks, num_ranks)] == [ranks]
+    assert [list(like) for like in groups_like(tuple(ranks), num_ranks)] == [ranks]
 
 
 def test_a_mesh_may_leave_out_the_last_ranks() -> None:
