@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.graphs import TestPrices, compute_calls, fingerprint
+from support.graphs import TestPrices, compute_calls, decided, fingerprint
 from support.interpreter import run_on_ranks
 from support.random_graphs import GROUPS, NUM_RANKS, Parameter, Recipe, build, make_inputs, recipes
 
@@ -140,13 +140,6 @@ def test_ranks_agree_and_compute_what_they_did(
         for want, have in zip(theirs, ours, strict=True):
             assert torch.equal(want, have), f"rank {rank}"
     assert len({decided(outcome) for outcome in outcomes if outcome is not None}) <= 1
-
-
-def decided(outcome: Outcome) -> tuple[object, ...]:
-    """What must be the same on all ranks, to the last bit."""
-    times = (timeline for timeline in (outcome.before, outcome.after))
-    predicted = [(timeline.step_us, timeline.peak_bytes) for timeline in times]
-    return outcome.plan.policy, outcome.plan.digest, *predicted, outcome.bound.step_us
 
 
 @stable(40)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx as fx
-from support.graphs import GraphBuilder, aten
+from support.graphs import GraphBuilder, aten, decided
 from support.ranks import fake_process_group
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,7 +17,7 @@ from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.cost_model.placement import groups_like, placement, slowest_placement
 from inductor_overlap.passes.auto_wrap import parse_wrap
 from inductor_overlap.passes.collectives import find_collectives
-from inductor_overlap.passes.post_grad import Outcome, overlap_graph
+from inductor_overlap.passes.post_grad import overlap_graph
 
 pytestmark = pytest.mark.quick
 
@@ -80,15 +80,13 @@ def test_all_ranks_read_the_same_groups_and_prices(rank: int) -> None:
         assert set(links.values()) == {"network"}
 
 
-def decided(gm: fx.GraphModule, wrap: object) -> tuple[object, ...]:
-    """What must be the same on all ranks, to the last bit."""
-    outcome: Outcome = overlap_graph(
+def planned(gm: fx.GraphModule, wrap: object) -> tuple[object, ...]:
+    outcome = overlap_graph(
         gm.graph, ClusterCostModel(H100), parse_wrap(wrap), memory_limit_bytes=math.inf
     )
     if wrap == ONE_BUCKET:
         assert outcome.plan.buckets
-    times = [(t.step_us, t.peak_bytes) for t in (outcome.before, outcome.after)]
-    return outcome.plan.digest, times, outcome.bound.step_us
+    return decided(outcome)
 
 
 def wide_value(rows: int, count: int) -> fx.GraphModule:
@@ -128,4 +126,4 @@ def test_padding_decides_nothing(
     build: Callable[[int, int], fx.GraphModule], count: int, wrap: object
 ) -> None:
     """Of 63 rows on two ranks one has 32, the other 31."""
-    assert decided(build(31, count), wrap) == decided(build(32, count), wrap)
+    assert planned(build(31, count), wrap) == planned(build(32, count), wrap)

@@ -18,6 +18,7 @@ from inductor_overlap.cost_model.schedule import Machine
 from inductor_overlap.cost_model.sizes import numel_hint
 from inductor_overlap.passes.fx_ops import op_base_name, overload
 from inductor_overlap.passes.parameter_names import NAME, POSITION
+from inductor_overlap.passes.post_grad import Outcome
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -240,6 +241,13 @@ def fingerprint(graph: fx.Graph) -> list[tuple[Any, ...]]:
         (node.op, node.name, str(node.target), str(node.args), str(node.kwargs))
         for node in graph.nodes
     ]
+
+
+def decided(outcome: Outcome) -> tuple[object, ...]:
+    """What must be the same on all ranks, to the last bit."""
+    times = (timeline for timeline in (outcome.before, outcome.after))
+    predicted = [(timeline.step_us, timeline.peak_bytes) for timeline in times]
+    return outcome.plan.policy, outcome.plan.digest, *predicted, outcome.bound.step_us
 
 
 def compute_calls(graph: fx.Graph) -> list[str]:
