@@ -1,26 +1,27 @@
 """Fill the communicators' queues against compute, within a memory limit.
 
-One walk over the fixed tasks with a clock for compute and one per link. Before each fixed task,
-while a link would run dry before the task ends, the next collective is started on it: the next
-gather in order of first use, or the oldest pending reduction, whichever the *slack rule* says. A
-gather has slack until its latest safe start, found by one sweep backward over all gathers of the
-link (prototyped list schedulers lose most when a reduction delays a gather that compute is about to
-need). A gather starts early only if the memory over its whole wait fits the limit; a reduction's
-wait comes as late as memory allows, because until then it holds its input.
+One walk over the fixed tasks with a clock for compute and one per link (`link_clock`). Before each
+fixed task, and before compute stalls for what that needs, collectives are started on every link
+that would run dry sooner than the task or the stall ends: the next gather in order of first use,
+or the oldest pending reduction, whichever the *slack rule* says. A gather has slack until its
+latest safe start, found by one sweep backward over all gathers of the link (prototyped list
+schedulers lose most when a reduction delays a gather that compute is about to need). A gather
+starts early only if the memory over its whole wait fits the limit; a reduction's wait comes as late
+as memory allows, because until then it holds its input.
 
-Near-linear in the number of tasks. The clock ignores contention and takes a link for free as soon
-as the next collective can have its bytes on it, and memory is tracked per fixed task: the result is
-a proposal that callers simulate and replay.
+Near-linear in the number of tasks. The clocks ignore contention, and memory is tracked per fixed
+task: the result is a proposal that callers simulate and replay.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Task
+from inductor_overlap.passes.link_clock import Flight, LinkClock
 from inductor_overlap.passes.memory_room import MemoryRoom
 from inductor_overlap.passes.program import FreeCollective, Program
 from inductor_overlap.passes.reorder import Emitter, finish_order
@@ -97,12 +98,13 @@ class _ListScheduler:
         self.emitter = Emitter(program.schedule)
         self.clock_us = 0.0
         self.stalled_us = 0.0
-        self.free_us: dict[str, float] = {}
-        self.end_us: dict[str, float] = {}
+        self.flights: dict[str, Flight] = {}
         self.in_flight: dict[str, FreeCollective] = {}
         self.room = MemoryRoom(program, limit_bytes)
         self.gathers = self._gather_queues()
         self.pending: dict[str, dict[str, FreeCollective]] = {link: {} for link in self._links()}
+        width = self.machine.queue_width
+        self.clocks = defaultdict[str, LinkClock](lambda: LinkClock(width))
         self.ready = self._ready_reductions()
         self.latest_us = self._latest_starts()
 
@@ -111,7 +113,7 @@ class _ListScheduler:
             self._accept(index)
             self._retire_for_memory(index)
             self._serve(index)
-            self._fill(index, task)
+            self._fill(index, self._end_us(task))
             self._emit(task.name)
         self._accept(len(self.program.fixed))
         self._drain()
@@ -154,7 +156,8 @@ class _ListScheduler:
             for gather in reversed(queue):
                 use = clock[min(self.windows.first_use[gather.name], len(clock) - 1)]
                 task = self.tasks[gather.name]
-                deadline = min(deadline - self._occupied_us(task), use - task.duration_us)
+                occupied_us = self.machine.occupied_us(task.duration_us, task.wire_us)
+                deadline = min(deadline - occupied_us, use - task.duration_us)
                 latest[gather.name] = deadline
         return latest
 
@@ -167,14 +170,22 @@ class _ListScheduler:
             self.pending[self._link(reduction)][reduction.name] = reduction
 
     def _serve(self, index: int) -> None:
-        """Start and wait for what the fixed task needs now."""
+        """Start and wait for what the fixed task needs now, other links busy until it is there."""
         for name in self.windows.needed[index]:
+            self._emit(name)
+            self._fill(index, self.flights[name].end_us)
             self._emit(self.program.by_name[name].wait)
 
-    def _fill(self, index: int, task: Task) -> None:
-        horizon_us = self.clock_us + task.duration_us
+    def _end_us(self, task: Task) -> float:
+        """When compute has done the fixed ``task``, if it begins it now."""
+        if task.kind == "wait":
+            return self.flights[task.collective].end_us
+        return self.clock_us if task.kind == "start" else self.clock_us + task.duration_us
+
+    def _fill(self, index: int, horizon_us: float) -> None:
+        """Start collectives before the fixed task of ``index`` until no link is free sooner."""
         for link in self.pending:
-            while self.free_us.get(link, 0.0) < horizon_us:
+            while self.clocks[link].free_us < horizon_us:
                 collective = self._choose(link, index)
                 if collective is None:
                     break
@@ -206,7 +217,7 @@ class _ListScheduler:
 
     def _begin_us(self, link: str) -> float:
         """When a collective that starts now begins."""
-        return max(self.clock_us, self.free_us.get(link, 0.0))
+        return max(self.clock_us, self.clocks[link].free_us)
 
     def _next_gather(self, link: str) -> FreeCollective | None:
         queue = self.gathers[link]
@@ -276,7 +287,8 @@ class _ListScheduler:
         """False if the reduction that this one continues (HSDP) is on the wire at ``now_us``."""
         if not reduction.follows:
             return True
-        return all(self.end_us.get(name, math.inf) <= now_us for name in self._feeding(reduction))
+        feeding = self._feeding(reduction)
+        return all(name in self.flights and self.flights[name].end_us <= now_us for name in feeding)
 
     def _feeding(self, reduction: FreeCollective) -> list[str]:
         missing = self.emitter.missing(reduction.name)
@@ -314,10 +326,9 @@ class _ListScheduler:
 
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)
-        begin_us = self._begin_us(link)
         duration_us = self.merged_us.get(task.name, task.duration_us)
-        self.free_us[link] = begin_us + self._occupied_us(task, duration_us)
-        self.end_us[task.name] = begin_us + duration_us
+        wire_us = duration_us * task.wire_us / task.duration_us if task.duration_us else 0.0
+        self.flights[task.name] = self.clocks[link].start(self.clock_us, duration_us, wire_us)
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return
@@ -326,15 +337,8 @@ class _ListScheduler:
         elif collective.is_gather and index is not None:
             self.room.reserve(collective, index, self.windows.first_use[collective.name])
 
-    def _occupied_us(self, task: Task, duration_us: float | None = None) -> float:
-        """For how long ``task``, if it takes ``duration_us``, keeps others from its link."""
-        if duration_us is None or not task.duration_us:
-            return self.machine.occupied_us(task.duration_us, task.wire_us)
-        wire_us = duration_us * task.wire_us / task.duration_us
-        return self.machine.occupied_us(duration_us, wire_us)
-
     def _waited(self, task: Task) -> None:
-        end_us = self.end_us[task.collective]
+        end_us = self.flights[task.collective].end_us
         self.stalled_us += max(0.0, end_us - self.clock_us)
         self.clock_us = max(self.clock_us, end_us)
         self.in_flight.pop(task.collective, None)
@@ -356,7 +360,7 @@ class _ListScheduler:
 
     def _retire_finished(self) -> bool:
         oldest = _oldest(self.in_flight)
-        if oldest is None or self.end_us[oldest.name] > self.clock_us:
+        if oldest is None or self.flights[oldest.name].end_us > self.clock_us:
             return False
         self._emit(oldest.wait)
         return True

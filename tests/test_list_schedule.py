@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.programs import free, program
 from support.schedules import compute, schedule, start, wait
 
-from inductor_overlap.cost_model.schedule import Buffer
+from inductor_overlap.cost_model.schedule import Buffer, Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.list_schedule import list_schedule
 from inductor_overlap.passes.program import Program
@@ -100,6 +101,51 @@ def test_a_queue_that_runs_two_starts_the_next_when_its_bytes_fit() -> None:
     assert step_us(two, order) == 40
     one = program(schedule(*tasks, buffers=buffers), gathers)
     assert list_schedule(one)[:3] == ["g1", "c0", "g2"]
+
+
+def layers(*gathers: tuple[str, float, float], **machine: Any) -> Program:
+    """A kernel of 1 us behind each gather; of each its queue, time and time on the link (us)."""
+    tasks: list[Task] = []
+    for i, (queue, duration_us, wire_us) in enumerate(gathers):
+        tasks += [start(f"g{i}", duration_us, queue=queue, wire_us=wire_us), wait(f"g{i}")]
+        tasks.append(compute(f"c{i}", 1, f"wait_g{i}"))
+    found = [free(f"g{i}", "all_gather", 100) for i in range(len(gathers))]
+    return program(schedule(*tasks, **machine), found)
+
+
+def test_other_links_are_busy_while_compute_stalls() -> None:
+    """Both gathers at 0-30, kernels to 32; the second begun after the first: 62."""
+    given = layers(("a", 30, 30), ("b", 30, 30))
+    order = list_schedule(given)
+    assert order[:3] == ["g0", "g1", "wait_g0"]
+    assert step_us(given, order) == 32
+
+
+def test_a_queue_that_runs_two_has_two_while_compute_stalls() -> None:
+    """Latencies 0-10, the bytes of two 10-30, the third 30-50; one at a time it is 61."""
+    given = layers(*[("a", 20, 10)] * 3, queue_width=2)
+    order = list_schedule(given)
+    assert order[:3] == ["g0", "g1", "wait_g0"]
+    assert step_us(given, order) == 51
+
+
+def test_links_are_filled_while_compute_stalls_in_a_fixed_wait() -> None:
+    """r0 10-20 and r1 20-30 beside the all-reduce at 10-40; behind its wait r1 ends at 50."""
+    tasks = (
+        compute("c0", 10),
+        start("r0", 10, "c0"),
+        wait("r0"),
+        start("r1", 10, "c0"),
+        wait("r1"),
+        start("ar", 30, "c0", queue="tp"),
+        wait("ar"),
+        compute("c1", 1, "wait_ar"),
+    )
+    reductions = [free(name, "reduce_scatter", 100) for name in ("r0", "r1")]
+    given = program(schedule(*tasks), reductions)
+    order = list_schedule(given)
+    assert order.index("r1") < order.index("wait_ar")
+    assert step_us(given, order) == 41
 
 
 def backward(gradient_bytes: int = 100) -> Program:
