@@ -25,6 +25,12 @@ _MOST_CHOICES = 6
 """Plans that are worth carrying out if a better one turns out not to hold."""
 
 
+_WORTH_MEMORY = 1.01
+"""How much longer a step may be for staying near the memory that is preferred."""
+_EXCESSES = (1.0, 1.01, 1.02, 1.03)
+"""Times the preferred memory that plans are held to, while a step is longer than that."""
+
+
 class MemoryLimitError(ValueError):
     """No schedule of the graph fits the memory limit."""
 
@@ -92,6 +98,7 @@ def rank_choices(
     policy: Policy,
     *,
     memory_limit_bytes: float,
+    preferred_bytes: float = math.inf,
     bound_us: float = 0.0,
     is_part: bool = False,
 ) -> Ranking:
@@ -101,6 +108,8 @@ def rank_choices(
         program: to schedule.
         policy: see `parse_wrap`.
         memory_limit_bytes: for live bytes.
+        preferred_bytes: a peak to keep to; plans exceed it, as little as they can, only where
+            keeping to it costs more than 1 % of the step.
         bound_us: a lower bound of the step; the nearer the best plan, the shorter the search.
         is_part: not all that a manual wrap list names need be in the program.
 
@@ -113,7 +122,7 @@ def rank_choices(
     search = Search(program, memory_limit_bytes, bound_us, is_coarse)
     _run(search, policy, is_part)
     fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
-    best = robust_choice(search.best())[:_MOST_CHOICES]
+    best = _with_preferred(search, preferred_bytes)[:_MOST_CHOICES]
     if not fits:
         if not best:
             tried = [trial.timeline for trial in search.trials]
@@ -123,6 +132,19 @@ def rank_choices(
     better = tuple(trial for trial in best if trial.timeline.step_us < step_us)
     refused = () if better else _why_not(search, unchanged.timeline)
     return Ranking(search, better, unchanged, refused)
+
+
+def _with_preferred(search: Search, preferred_bytes: float) -> list[Trial]:
+    """The best trials, those that exceed ``preferred_bytes`` least first if about as fast."""
+    best = robust_choice(search.best())
+    if not best or best[0].timeline.peak_bytes <= preferred_bytes:
+        return best
+    near_us = best[0].timeline.step_us * _WORTH_MEMORY
+    for excess in _EXCESSES:
+        smaller = robust_choice(search.tightened(preferred_bytes * excess).best())
+        if smaller and smaller[0].timeline.step_us <= near_us:
+            return [*smaller[: _MOST_CHOICES // 2], *best]
+    return best
 
 
 def _run(search: Search, policy: Policy, is_part: bool) -> None:

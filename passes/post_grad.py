@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch.fx as fx
@@ -88,8 +89,8 @@ def overlap_graph(
         graph: post-grad FX graph of one rank.
         prices: what ops and collectives cost.
         policy: see `auto_wrap.parse_wrap`.
-        memory_limit_bytes: for live bytes; None: the peak of the input plus 5 %, of which the
-            5 % are used only if no plan within the input's peak is faster than the input.
+        memory_limit_bytes: for live bytes; None: the peak of the input plus 5 %; of plans that
+            take about the same time, one is taken that exceeds that peak little.
         is_part: of what a manual wrap list names, some may be in other graphs. Backward graphs,
             in which frozen parameters do not occur, are parts anyhow.
 
@@ -100,13 +101,23 @@ def overlap_graph(
     source = read_graph(graph, prices)
     before = simulate(source.program.schedule)
     bound = lower_bound(source.program.for_bound())
-    limits = _limits(before, memory_limit_bytes)
+    limit, preferred = memory_limit_bytes, math.inf
+    if limit is None:
+        limit, preferred = before.peak_bytes * DEFAULT_HEADROOM, before.peak_bytes
     if not source.program.collectives or _is_planned(source):
-        notes = _over_limit(source, before, limits[-1])
-        return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], notes)
+        notes = _over_limit(source, before, limit)
+        return _outcome(source, source, bound, before, before, _no_plan(), 0, limit, notes)
     warnings: list[str] = []
     is_part = is_part or is_backward(graph)
-    for limit, ranking in _rankings(source, policy, limits, bound, is_part):
+    rank = partial(
+        rank_choices,
+        source.program,
+        policy,
+        memory_limit_bytes=limit,
+        preferred_bytes=preferred,
+        is_part=is_part,
+    )
+    for ranking in _rankings(rank, bound):
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
@@ -114,38 +125,25 @@ def overlap_graph(
             warnings += held.choice.notes
             plan, final, after = held.choice.plan, held.final, held.after
             return _outcome(source, final, bound, before, after, plan, moved, limit, warnings)
-    if before.peak_bytes > limits[-1]:
+    if before.peak_bytes > limit:
         raise MemoryLimitError(
-            f"the graph peaks at {before.peak_bytes} bytes, the limit is {limits[-1]:.0f}, and "
+            f"the graph peaks at {before.peak_bytes} bytes, the limit is {limit:.0f}, and "
             f"no plan holds it: {'; '.join(warnings)}; raise memory_limit_gb to "
             f"{math.ceil(before.peak_bytes / 2**30 * 1e6) / 1e6:.6f}, the graph's own peak"
         )
-    return _outcome(source, source, bound, before, before, _no_plan(), 0, limits[-1], warnings)
+    return _outcome(source, source, bound, before, before, _no_plan(), 0, limit, warnings)
 
 
-def _rankings(
-    source: GraphProgram,
-    policy: Policy,
-    limits: Sequence[float],
-    bound: LowerBound,
-    is_part: bool,
-) -> Iterator[tuple[float, Ranking]]:
-    """Limits and the plans within each, until one of them holds.
+def _rankings(rank: Callable[..., Ranking], bound: LowerBound) -> Iterator[Ranking]:
+    """Plans within the limit, and more of them while none of those holds.
 
     A search that ended early has few plans; if none of them holds, a full one may have some more.
     """
-    for limit in limits:
-        for bound_us in (bound.step_us, 0.0):
-            ranking = rank_choices(
-                source.program,
-                policy,
-                memory_limit_bytes=limit,
-                bound_us=bound_us,
-                is_part=is_part,
-            )
-            yield limit, ranking
-            if not (ranking.trials and ranking.search.is_settled):
-                break
+    for bound_us in (bound.step_us, 0.0):
+        ranking = rank(bound_us=bound_us)
+        yield ranking
+        if not (ranking.trials and ranking.search.is_settled):
+            return
 
 
 def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> tuple[str, ...]:
@@ -159,13 +157,6 @@ def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> t
             f"memory_limit_gb"
         )
     return (f"{where}, and none of its collectives is free to move",)
-
-
-def _limits(before: Timeline, memory_limit_bytes: float | None) -> tuple[float, ...]:
-    """The limit; by default the input's own peak, and only if nothing fits, the headroom too."""
-    if memory_limit_bytes is not None:
-        return (memory_limit_bytes,)
-    return (before.peak_bytes, before.peak_bytes * DEFAULT_HEADROOM)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -31,6 +32,8 @@ from inductor_overlap.passes.reorder import order_one_ahead
 
 _SHRINK_ATTEMPTS = 4
 _MAX_LEFT_OUT = 8
+_TIGHTENED = 2
+"""Trials that are ordered again under a smaller limit."""
 _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
@@ -165,6 +168,18 @@ class Search:
         """Whether what the best trial could still gain is worth less than the search has cost."""
         best_us = min(map(self.step_us, self.trials), default=math.inf)
         return (best_us - self.bound_us) * _TASKS_OF_GAP <= self.num_ordered * self.bound_us
+
+    def tightened(self, memory_limit_bytes: float) -> Search:
+        """The search under a smaller limit: its trials, and the best ones ordered to fit that."""
+        tight = copy(self)
+        tight.memory_limit_bytes = memory_limit_bytes
+        tight.trials = list(self.trials)
+        tight._tried = set()
+        for trial in self.best(_TIGHTENED):
+            if not tight.fits(trial):
+                for order in dict.fromkeys((trial.proposal.order, JUST_IN_TIME)):
+                    tight.try_one(replace(trial.proposal, order=order), trial.notes)
+        return tight
 
     def fits(self, trial: Trial) -> bool:
         return trial.timeline.peak_bytes <= self.memory_limit_bytes

@@ -101,6 +101,27 @@ def test_plans_over_the_limit_are_refused_with_the_reason() -> None:
     assert ranking.refused
 
 
+@pytest.mark.parametrize(
+    ("last_us", "preferred", "expected_us", "peak_bytes"),
+    [(0.1, 100, 32.1, 100), (0.1, math.inf, 32.0, 150), (2.0, 100, 32.0, 150)],
+)
+def test_memory_above_what_is_preferred_is_worth_one_percent(
+    last_us: float, preferred: float, expected_us: float, peak_bytes: int
+) -> None:
+    """Three kernels of 10 us behind a gather of 2 us; the last gather is hidden for 150 bytes."""
+    tasks, buffers, found = [], [], []
+    for i, (size_bytes, gather_us) in enumerate([(50, 2.0), (50, 2.0), (100, last_us)]):
+        buffers.append(Buffer(f"w{i}", size_bytes))
+        tasks += [start(f"g{i}", gather_us, writes=(f"w{i}",)), wait(f"g{i}", reads=(f"w{i}",))]
+        tasks.append(compute(f"c{i}", 10, f"wait_g{i}", reads=(f"w{i}",)))
+        found.append(free(f"g{i}", "all_gather", size_bytes, can_merge=False))
+    given = program(schedule(*tasks, buffers=tuple(buffers)), found)
+    ranking = rank_choices(given, AutoWrap(), memory_limit_bytes=150, preferred_bytes=preferred)
+    best = next(ranking.choices()).timeline
+    assert best.step_us == pytest.approx(expected_us)
+    assert best.peak_bytes == peak_bytes
+
+
 def test_a_limit_below_every_plan_is_an_error() -> None:
     with pytest.raises(MemoryLimitError, match="raise memory_limit_gb to at least"):
         rank_choices(two_layers(), AutoWrap(), memory_limit_bytes=99)
