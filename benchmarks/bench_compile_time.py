@@ -37,9 +37,9 @@ from inductor_overlap import inductor_passes, plugin
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
 from inductor_overlap.models.llama3 import Llama3, Llama3Config
-from inductor_overlap.optimize import overlap_and_report, simulate
+from inductor_overlap.optimize import overlap_and_report
 from inductor_overlap.planner import fake_group
-from inductor_overlap.settings import GIB, Settings
+from inductor_overlap.settings import Settings
 from inductor_overlap.simple_fsdp import simple_fsdp
 
 NUM_RANKS = 64
@@ -87,17 +87,14 @@ def _measure(size: str, num_blocks: int, *, with_torch: bool) -> tuple[float, fl
     trace_s = time.process_time() - begin_s
     prices = ClusterCostModel(Cluster.preset(CLUSTER))
 
-    def ours(gm: fx.GraphModule, limit_gb: float) -> None:
-        overlap_and_report(gm.graph, Settings(cost_model=prices, memory_limit_gb=limit_gb))
+    def ours(gm: fx.GraphModule) -> None:
+        overlap_and_report(gm.graph, Settings(cost_model=prices))
 
-    def torchs(gm: fx.GraphModule, limit_gb: float) -> None:
+    def torchs(gm: fx.GraphModule) -> None:
         overlap_automatically(gm, prices, NUM_RANKS)
 
-    limits = [simulate(gm, cost_model=prices).peak_bytes * 1.05 / GIB for gm in graphs]
-    ours_s = sum(_seconds(ours, gm, limit) for gm, limit in zip(graphs, limits, strict=True))
-    torch_s = math.nan
-    if with_torch:
-        torch_s = sum(_seconds(torchs, gm, limit) for gm, limit in zip(graphs, limits, strict=True))
+    ours_s = sum(_seconds(ours, gm) for gm in graphs)
+    torch_s = sum(_seconds(torchs, gm) for gm in graphs) if with_torch else math.nan
     nodes = sum(len(gm.graph.nodes) for gm in graphs)
     print(
         f"{size + ' ' + str(num_blocks):>12}{nodes:>8}{trace_s:>9.1f}{ours_s:>9.2f}{torch_s:>9.2f}"
@@ -107,12 +104,10 @@ def _measure(size: str, num_blocks: int, *, with_torch: bool) -> tuple[float, fl
     return ours_s, torch_s
 
 
-def _seconds(
-    run: Callable[[fx.GraphModule, float], None], gm: fx.GraphModule, limit_gb: float
-) -> float:
+def _seconds(run: Callable[[fx.GraphModule], None], gm: fx.GraphModule) -> float:
     copy = copy_of(gm)
     begin_s = time.process_time()
-    run(copy, limit_gb)
+    run(copy)
     return time.process_time() - begin_s
 
 

@@ -32,8 +32,6 @@ from inductor_overlap.passes.reorder import order_one_ahead
 
 _SHRINK_ATTEMPTS = 4
 _MAX_LEFT_OUT = 8
-_TIGHTENED = 2
-"""Trials that are ordered again under a smaller limit."""
 _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
@@ -170,12 +168,12 @@ class Search:
         return (best_us - self.bound_us) * _TASKS_OF_GAP <= self.num_ordered * self.bound_us
 
     def tightened(self, memory_limit_bytes: float) -> Search:
-        """The search under a smaller limit: its trials, and the best ones ordered to fit that."""
+        """The search under a smaller limit: its trials, and the best one ordered to fit that."""
         tight = copy(self)
         tight.memory_limit_bytes = memory_limit_bytes
         tight.trials = list(self.trials)
         tight._tried = set()
-        for trial in self.best(_TIGHTENED):
+        for trial in self.best(1):
             if not tight.fits(trial):
                 for order in dict.fromkeys((trial.proposal.order, JUST_IN_TIME)):
                     tight.try_one(replace(trial.proposal, order=order), trial.notes)
