@@ -1,8 +1,8 @@
 """Collectives on their queues and links: when each begins and when it ends.
 
 One FIFO per communicator, `Machine.queue_width` collectives of it in flight at once. A collective
-first spends its latency, ``duration_us - wire_us``, which nothing slows down, and then puts
-``wire_us`` of bytes on its link. All parts on one link at a moment share its bandwidth equally
+first spends its latency, ``duration_us - link_us``, which nothing slows down, and then puts
+``link_us`` of bytes on its link. All parts on one link at a moment share its bandwidth equally
 (processor sharing): with n of them each proceeds at rate 1/n. Events at the same time are handled
 in program order of their collectives, so every result is deterministic.
 
@@ -44,7 +44,7 @@ class _Link:
     """Parts on one link, served by processor sharing.
 
     ``served_us`` is what each part present since the link was last idle has received. A part that
-    enters at ``served_us`` ends when it has reached ``served_us + wire_us``: the heap key.
+    enters at ``served_us`` ends when it has reached ``served_us + link_us``: the heap key.
     """
 
     parts: list[tuple[float, int, Transfer]] = field(
@@ -59,7 +59,7 @@ class _Link:
         else:
             self.served_us = 0.0
         self.updated_us = now_us
-        heappush(self.parts, (self.served_us + transfer.task.wire_us, transfer.position, transfer))
+        heappush(self.parts, (self.served_us + transfer.task.link_us, transfer.position, transfer))
 
     def next_end(self) -> tuple[float, int]:
         """When, by the present load, the first part ends; and its program position."""
@@ -122,7 +122,7 @@ class Network:
     def _begin(self, transfer: Transfer, now_us: float) -> None:
         transfer.begin_us = now_us
         self.in_flight += 1
-        latency_us = transfer.task.duration_us - transfer.task.wire_us
+        latency_us = transfer.task.duration_us - transfer.task.link_us
         if latency_us > 0.0:
             heappush(self._latencies, (now_us + latency_us, transfer.position, transfer))
         else:

@@ -28,7 +28,9 @@ class Task:
 
     ``wire_us`` (starts only) is the part of ``duration_us`` that the bytes alone need on the wire
     at the link's plateau: what is left when latency is shared with others in a bucket. The default
-    is ``duration_us``; it is never more, and 0 for other tasks. Give both when replacing
+    is ``duration_us``; it is never more, and 0 for other tasks.
+    ``link_us`` is for how long the collective, as it is, keeps its link from others: at least
+    ``wire_us``, which is the default, and at most ``duration_us``. Give all three when replacing
     ``duration_us`` of a start.
     ``latency_us`` is what any bucket with this collective in it needs at least beside the bytes of
     all its members; by default, and at most, ``duration_us - wire_us``. Starts of one queue may be
@@ -46,6 +48,7 @@ class Task:
     queue: str = ""
     collective: str = ""
     wire_us: float = math.inf
+    link_us: float = 0.0
     latency_us: float = math.inf
     deps: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -66,7 +69,9 @@ class Task:
         wire_us = min(self.wire_us, self.duration_us) if self.kind == "start" else 0.0
         rest_us = self.duration_us - wire_us if self.kind == "start" else 0.0
         latency_us = min(self.latency_us, rest_us)
+        link_us = min(max(self.link_us, wire_us), wire_us + rest_us)
         object.__setattr__(self, "wire_us", wire_us)
+        object.__setattr__(self, "link_us", link_us)
         object.__setattr__(self, "latency_us", latency_us)
 
     def scaled(self, communication: float, compute: float) -> Task:
@@ -76,8 +81,12 @@ class Task:
             return self
         if self.kind == "compute":
             return replace(self, duration_us=self.duration_us * compute)
-        duration_us, wire_us = self.duration_us * communication, self.wire_us * communication
-        return replace(self, duration_us=duration_us, wire_us=wire_us)
+        return replace(
+            self,
+            duration_us=self.duration_us * communication,
+            wire_us=self.wire_us * communication,
+            link_us=self.link_us * communication,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +144,13 @@ class Machine:
         """Host overhead (us) of every start."""
         return self.launch_us if self.collective_launch_us is None else self.collective_launch_us
 
-    def occupied_us(self, duration_us: float, wire_us: float) -> float:
+    def occupied_us(self, duration_us: float, link_us: float) -> float:
         """For how long (us) one of many collectives of a queue keeps the others from their link.
 
-        Of ``duration_us``, ``wire_us`` are bytes; the rest passes beside the bytes of others, of
-        which as many are in flight as the queue runs at once.
+        Of ``duration_us``, ``link_us`` are on the link; the rest passes beside the bytes of others,
+        of which as many are in flight as the queue runs at once.
         """
-        return max(wire_us, duration_us / self.queue_width)
+        return max(link_us, duration_us / self.queue_width)
 
     def link(self, queue: str) -> str:
         return self.links.get(queue, queue)

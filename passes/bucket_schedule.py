@@ -97,6 +97,7 @@ def _coalesce(program: Program, bucket: Bucket) -> _Merged:
         name=merged.name,
         duration_us=program.prices.coalesced_us(merged.kind, sizes_bytes, merged.ranks),
         wire_us=sum(start.wire_us for start in starts),
+        link_us=sum(start.link_us for start in starts),
         latency_us=max(start.latency_us for start in starts),
         deps=tuple(dict.fromkeys(dep for start in starts for dep in start.deps)),
         reads=tuple(dict.fromkeys(name for start in starts for name in start.reads)),
@@ -178,6 +179,7 @@ def _pack_and_start(
         name=merged.name,
         duration_us=prices.collective_us(merged.kind, merged.size_bytes, merged.ranks),
         wire_us=sum(start.wire_us for start in starts),
+        link_us=_link_us(program, merged),
         deps=deps,
         reads=reads,
     )
@@ -193,6 +195,11 @@ def _pack_and_start(
         writes=(packed.name,),
     )
     return [pack], replace(start, deps=(pack.name,), reads=(packed.name,)), [packed]
+
+
+def _link_us(program: Program, merged: FreeCollective) -> float:
+    price = program.bucket_prices.get(merged.bucket_key)
+    return 0.0 if price is None else price.link_us(merged.size_bytes)
 
 
 def _unpack(

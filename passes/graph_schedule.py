@@ -126,6 +126,7 @@ class _Reader:
             movable=frozenset(movable),
             prices=self.prices,
             weight_gradients=self._weight_gradients(),
+            bucket_prices={c.bucket_key: self._bucket_prices[c.bucket_key[:-1]] for c in free},
         )
         return GraphProgram(
             program, self.collectives, {name: tuple(nodes) for name, nodes in self.nodes.items()}
@@ -330,14 +331,17 @@ class _Reader:
         if collective.free:
             price = self._bucket_prices[collective.bucket_key]
             wire_us = price.us_per_byte * collective.size_bytes
+            link_us = sum(map(price.link_us, collective.sizes_bytes))
             latency_us = max(price.latency_us(size) for size in collective.sizes_bytes)
         else:
-            wire_us, latency_us = collective.link_us(self.prices), 0.0
+            wire_us = link_us = collective.link_us(self.prices)
+            latency_us = 0.0
         return Task(
             name=collective.name,
             kind="start",
             duration_us=duration_us,
             wire_us=wire_us,
+            link_us=link_us,
             latency_us=latency_us,
             queue=collective.group_name,
             bucket_key=collective.bucket_key if collective.free else (),

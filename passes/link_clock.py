@@ -33,14 +33,14 @@ class LinkClock:
         """From when on the link could carry one more than it does."""
         return min(flight.end_us for flight in self._lanes)
 
-    def start(self, now_us: float, duration_us: float, wire_us: float) -> Flight:
+    def start(self, now_us: float, duration_us: float, link_us: float) -> Flight:
         """Put a collective on the link at ``now_us``, or when it is free.
 
-        Of ``duration_us``, the last ``wire_us`` are bytes on the link, if it has the link alone.
+        Of ``duration_us``, the last ``link_us`` are bytes on the link, if it has the link alone.
         """
         lane = min(range(len(self._lanes)), key=lambda index: self._lanes[index].end_us)
         alone_us = max(now_us, self._lanes[lane].end_us) + duration_us
-        started = Flight(alone_us - wire_us, alone_us)
+        started = Flight(alone_us - link_us, alone_us)
         for other in self._lanes:
             joined_us = max(other.on_wire_us, started.on_wire_us)
             both_us = max(0.0, min(other.end_us, started.end_us) - joined_us)

@@ -156,7 +156,7 @@ class _ListScheduler:
             for gather in reversed(queue):
                 use = clock[min(self.windows.first_use[gather.name], len(clock) - 1)]
                 task = self.tasks[gather.name]
-                occupied_us = self.machine.occupied_us(task.duration_us, task.wire_us)
+                occupied_us = self.machine.occupied_us(task.duration_us, task.link_us)
                 deadline = min(deadline - occupied_us, use - task.duration_us)
                 latest[gather.name] = deadline
         return latest
@@ -327,8 +327,8 @@ class _ListScheduler:
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)
         duration_us = self.merged_us.get(task.name, task.duration_us)
-        wire_us = duration_us * task.wire_us / task.duration_us if task.duration_us else 0.0
-        self.flights[task.name] = self.clocks[link].start(self.clock_us, duration_us, wire_us)
+        link_us = duration_us * task.link_us / task.duration_us if task.duration_us else 0.0
+        self.flights[task.name] = self.clocks[link].start(self.clock_us, duration_us, link_us)
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return

@@ -17,6 +17,7 @@ from typing import TypeVar
 from inductor_overlap.cost_model.memory import LiveBytes
 from inductor_overlap.cost_model.pricing import PricedCluster
 from inductor_overlap.cost_model.schedule import Schedule, Task
+from inductor_overlap.cost_model.wire_time import BucketPrice
 
 _Key = TypeVar("_Key")
 
@@ -83,6 +84,10 @@ class Program:
 
     They may be deferred: moved, together, behind later fixed tasks.
     """
+    bucket_prices: Mapping[tuple[str, ...], BucketPrice] = field(
+        default_factory=dict[tuple[str, ...], BucketPrice]
+    )
+    """Bucket key -> what a bucket takes of its link; without, its bytes at the plateau."""
     is_on_demand: bool = False
     """The tasks are in the order without overlap (`reorder.put_on_demand`)."""
 

@@ -6,7 +6,8 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.graphs import GraphBuilder, TestPrices, aten
 
 import inductor_overlap as io
 from inductor_overlap.cost_model.cluster_prices import ClusterCostModel
+from inductor_overlap.cost_model.schedule import Machine
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.auto_wrap import parse_wrap
 from inductor_overlap.passes.bucket_schedule import bucket_program
@@ -93,6 +95,43 @@ def test_a_coalesced_bucket_takes_what_was_planned(build: Callable[[int], fx.Gra
     planned = bucket_program(program, outcome.plan.buckets).with_order(outcome.plan.order)
     assert outcome.after.compute_us == pytest.approx(simulate(planned.schedule).compute_us)
     assert outcome.after.step_us == pytest.approx(simulate(planned.schedule).step_us)
+
+
+@dataclass
+class RampingLink(TestPrices):
+    """The link is kept for all but the latency, small sizes longer for their bytes."""
+
+    def collective_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return 40 + self.link_us(kind, size_bytes, ranks)
+
+    def link_us(self, kind: str, size_bytes: int, ranks: Sequence[int]) -> float:
+        return size_bytes / (1e3 if size_bytes >= 2**16 else 500)
+
+    def machine(self, groups: Mapping[str, Sequence[int]]) -> Machine:
+        return Machine(queue_width=2)
+
+
+@pytest.mark.parametrize("copy_bytes_per_us", [1e6, 1.0])
+def test_a_bucket_keeps_its_link_as_planned(copy_bytes_per_us: float) -> None:
+    """16 KiB: 32.8 us alone and in a grouped launch, 16.4 us in a packed bucket of 16."""
+    gm = gathered(16)
+    prices = RampingLink(
+        latency_us=40, bytes_per_us=500, copy_bytes_per_us=copy_bytes_per_us, member_us=0
+    )
+    program = read_graph(gm.graph, prices).program
+    singles = [program.schedule.by_name[gather.name].link_us for gather in program.gathers]
+    assert singles == pytest.approx([4 * 64 * 64 / 500] * 16)
+    outcome = overlap_graph(
+        gm.graph, prices, parse_wrap(ONE_BUCKET), memory_limit_bytes=float(2**30)
+    )
+    (bucket,) = outcome.plan.buckets
+    planned = bucket_program(program, outcome.plan.buckets).schedule.by_name[bucket.name]
+    read = outcome.schedule_after.by_name[bucket.name]
+    assert planned.link_us == pytest.approx(read.link_us)
+    is_packed = bucket.form == "packed"
+    assert is_packed == (copy_bytes_per_us == 1e6)
+    expected_us = 16 * 4 * 64 * 64 / 1e3 if is_packed else min(read.duration_us, sum(singles))
+    assert read.link_us == pytest.approx(expected_us)
 
 
 @pytest.mark.parametrize("wrap", ["auto", ONE_BUCKET])

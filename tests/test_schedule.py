@@ -76,6 +76,14 @@ def test_wire_is_the_whole_duration_unless_given() -> None:
     assert compute("a", 4.0).wire_us == 0.0
 
 
+@pytest.mark.parametrize(("given_us", "link_us"), [(0.0, 3.0), (3.5, 3.5), (5.0, 4.0)])
+def test_the_link_is_kept_between_wire_and_duration(given_us: float, link_us: float) -> None:
+    task = start("s", 4.0, wire_us=3.0, link_us=given_us)
+    assert task.link_us == link_us
+    assert task.latency_us == 1.0
+    assert task.scaled(communication=2.0, compute=1.0).link_us == 2 * link_us
+
+
 def test_graph_has_an_edge_from_start_to_wait() -> None:
     case = schedule(compute("a", 1), start("s", 1, "a"), Task("w", "wait", collective="s"))
     assert set(case.graph.edges) == {("a", "s"), ("s", "w")}

@@ -175,6 +175,13 @@ def test_wide_queue_hides_latency() -> None:
     assert timeline.step_us == 5
 
 
+def test_a_link_is_kept_for_longer_than_the_bytes_take_at_the_plateau() -> None:
+    # As above, but each keeps the link for 3: latencies 0-1, then 3 + 3 shared until 7.
+    starts = (start("s", 4, wire_us=1, link_us=3), start("t", 4, wire_us=1, link_us=3))
+    timeline = simulate(schedule(*starts, wait("s"), wait("t"), queue_width=2))
+    assert timeline.step_us == 7
+
+
 def test_launch_overhead_counts_for_compute_and_starts_only() -> None:
     # start: enqueued at 0, launch 0-1; view free; a 1-4 (1 + 2); wait free until the stall 4-5
     timeline = simulate(
@@ -289,7 +296,7 @@ def test_collectives_respect_queues_and_links(case: Schedule) -> None:
     for link in {case.machine.link(span.queue) for span in transfers}:
         used = [span for span in transfers if case.machine.link(span.queue) == link]
         busy_us = max(span.end_us for span in used) - min(span.start_us for span in used)
-        assert busy_us >= sum(case.by_name[span.name].wire_us for span in used) - 1e-6
+        assert busy_us >= sum(case.by_name[span.name].link_us for span in used) - 1e-6
 
 
 @given(schedules())

@@ -43,6 +43,20 @@ def test_what_one_collective_takes_longer_than_its_link_is_latency() -> None:
     assert price.latency_us(100) == pytest.approx(10 + 50)
 
 
+def test_the_link_is_kept_as_long_as_the_price_model_says() -> None:
+    """1.2 a byte below 100 bytes, else 1 and 20 beside; alone 5 longer. Unknown: 1 a byte."""
+
+    def link_us(size: int) -> float:
+        return 1.2 * size if size < 100 else size + 20.0
+
+    known = BucketPrice(lambda size: link_us(size) + 5, 1600, link_us)
+    assert known.us_per_byte == pytest.approx(1.0)
+    assert known.link_us(50) == pytest.approx(60)
+    assert known.link_us(800) == pytest.approx(820)
+    unknown = BucketPrice(lambda size: link_us(size) + 5, 1600)
+    assert unknown.link_us(50) == pytest.approx(50)
+
+
 def test_nothing_to_send_and_prices_that_fall() -> None:
     assert BucketPrice(lambda size: 5.0, 0).us_per_byte == 0.0
     assert BucketPrice(lambda size: 100.0 - size, 50).us_per_byte == 0.0

@@ -107,6 +107,7 @@ def _draw_task(
         *deps,
         queue=draw(st.sampled_from(shape.queues)),
         wire_us=float(draw(st.integers(0, int(duration_us)))),
+        link_us=float(draw(st.integers(0, int(duration_us)))),
         reads=reads,
         writes=writes,
     )

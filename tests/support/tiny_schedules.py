@@ -58,10 +58,19 @@ class _Builder:
     def _add_collective(self, name: str, deps: list[str]) -> None:
         wire_us = self._random.choice(self._times)
         duration_us = wire_us + self._random.choice(self._latencies)
+        link_us = self._random.choice((wire_us, duration_us))
         queue = self._random.choice(self._queues)
         key = self._random.choice(self._keys)
         self.tasks.append(
-            start(name, duration_us, *deps, queue=queue, wire_us=wire_us, bucket_key=key)
+            start(
+                name,
+                duration_us,
+                *deps,
+                queue=queue,
+                wire_us=wire_us,
+                link_us=link_us,
+                bucket_key=key,
+            )
         )
         self.tasks.append(wait(name))
         self._results.append(f"wait_{name}")
