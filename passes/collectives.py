@@ -146,9 +146,8 @@ class Collective:
 
     def link_us(self, prices: PricedCluster) -> float:
         """For how long (us) it keeps its link busy; at most `price_us`."""
-        if len(self.sizes_bytes) < 2:
-            return prices.link_us(self.kind, self.size_bytes, self.ranks)
-        return self.price_us(prices)
+        each_us = (prices.link_us(self.kind, size, self.ranks) for size in self.sizes_bytes)
+        return min(self.price_us(prices), sum(each_us))
 
     def in_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Collective:
         """The same collective in a copy of its graph, by a mapping from each node to its copy."""

@@ -20,6 +20,7 @@ from inductor_overlap.cost_model.schedule import Machine
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.auto_wrap import parse_wrap
 from inductor_overlap.passes.bucket_schedule import bucket_program
+from inductor_overlap.passes.collectives import find_collectives
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.post_grad import overlap_graph
 
@@ -132,6 +133,8 @@ def test_a_bucket_keeps_its_link_as_planned(copy_bytes_per_us: float) -> None:
     assert is_packed == (copy_bytes_per_us == 1e6)
     expected_us = 16 * 4 * 64 * 64 / 1e3 if is_packed else min(read.duration_us, sum(singles))
     assert read.link_us == pytest.approx(expected_us)
+    (collective,) = find_collectives(gm.graph)
+    assert collective.link_us(prices) == pytest.approx(expected_us)
 
 
 @pytest.mark.parametrize("wrap", ["auto", ONE_BUCKET])
