@@ -69,9 +69,10 @@ class Perturbation:
     def applied(self, schedule: Schedule, collectives: Iterable[Collective]) -> Schedule:
         """``schedule`` of a contender with wrong costs; ``collectives`` are those of its graph."""
         factors = {c.name: self._of_collective(c) for c in collectives}
-        tasks = (
-            self._scaled(t, factors.get(t.name) or self._factor(t.name)) for t in schedule.tasks
-        )
+        tasks: list[Task] = []
+        for task in schedule.tasks:
+            factor = factors.get(task.name) or self._factor(task.name)
+            tasks.append(task.scaled(communication=factor, compute=factor))
         return replace(schedule, tasks=tuple(tasks))
 
     def _of_collective(self, collective: Collective) -> float:
@@ -91,13 +92,6 @@ class Perturbation:
     def _factor(self, name: str) -> float:
         # Seeded by text: the same in every process.
         return 1.0 + SPREAD * random.Random(f"{self.seed} {name}").uniform(-1.0, 1.0)
-
-    @staticmethod
-    def _scaled(task: Task, factor: float) -> Task:
-        if task.kind != "start":
-            return replace(task, duration_us=task.duration_us * factor)
-        duration_us, wire_us = task.duration_us * factor, task.wire_us * factor
-        return replace(task, duration_us=duration_us, wire_us=wire_us)
 
 
 def served(collective: Collective) -> frozenset[str]:

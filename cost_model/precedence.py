@@ -83,7 +83,7 @@ class Precedence:
         ]
 
     def wire_jobs(self, link: str) -> list[Job]:
-        """The collectives of one link: each holds it for ``wire_us``, after its latency."""
+        """The collectives of one link: each holds it last for ``wire_us``, after its latency."""
         return [
             Job(
                 start,

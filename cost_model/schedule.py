@@ -66,6 +66,8 @@ class Task:
             )
         if not self.wire_us >= 0.0:
             raise ValueError(f"task {self.name!r}: wire_us must be >= 0, got {self.wire_us}")
+        if not self.link_us >= 0.0:
+            raise ValueError(f"task {self.name!r}: link_us must be >= 0, got {self.link_us}")
         wire_us = min(self.wire_us, self.duration_us) if self.kind == "start" else 0.0
         rest_us = self.duration_us - wire_us if self.kind == "start" else 0.0
         latency_us = min(self.latency_us, rest_us)

@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Plans worth carrying out, best first, the input order last; and why others are not."""
+    """Plans worth carrying out, in order of choice, the input last; and why others are not."""
 
     search: Search
     trials: tuple[Trial, ...]
@@ -102,7 +102,7 @@ def rank_choices(
     bound_us: float = 0.0,
     is_part: bool = False,
 ) -> Ranking:
-    """The input order and what ``policy`` proposes, best first; all within the limit.
+    """What ``policy`` proposes within the limit, best first, and the input order.
 
     Args:
         program: to schedule.
@@ -121,29 +121,37 @@ def rank_choices(
     is_coarse = isinstance(policy, AutoWrap)
     search = Search(program, memory_limit_bytes, bound_us, is_coarse)
     _run(search, policy, is_part)
-    fits = unchanged.timeline.peak_bytes <= memory_limit_bytes
-    best = _with_preferred(search, preferred_bytes)[:_MOST_CHOICES]
-    if not fits:
+    if unchanged.timeline.peak_bytes > memory_limit_bytes:
+        best = robust_choice(search.best())[:_MOST_CHOICES]
         if not best:
             tried = [trial.timeline for trial in search.trials]
             raise _limit_error(memory_limit_bytes, [unchanged.timeline, *tried])
         return Ranking(search, tuple(best), None, ())
-    step_us = unchanged.timeline.step_us * (1 - 1e-9)
-    better = tuple(trial for trial in best if trial.timeline.step_us < step_us)
+    input_us = unchanged.timeline.step_us * (1 - 1e-9)
+    best = _with_preferred(search, preferred_bytes, input_us)[:_MOST_CHOICES]
+    better = tuple(trial for trial in best if trial.timeline.step_us < input_us)
     refused = () if better else _why_not(search, unchanged.timeline)
     return Ranking(search, better, unchanged, refused)
 
 
-def _with_preferred(search: Search, preferred_bytes: float) -> list[Trial]:
-    """The best trials, those that exceed ``preferred_bytes`` least first if about as fast."""
+def _with_preferred(search: Search, preferred_bytes: float, input_us: float) -> list[Trial]:
+    """The best trials; in front, of those about as fast, some that keep near the preferred peak.
+
+    ``input_us``: a step that a plan must stay below.
+    """
     best = robust_choice(search.best())
     if not best or best[0].timeline.peak_bytes <= preferred_bytes:
         return best
-    near_us = best[0].timeline.step_us * _WORTH_MEMORY
+    near_us = min(input_us, search.best(1)[0].timeline.step_us * _WORTH_MEMORY)
+    tight = search
     for excess in _EXCESSES:
-        smaller = robust_choice(search.tightened(preferred_bytes * excess).best())
-        if smaller and smaller[0].timeline.step_us <= near_us:
-            return [*smaller[: _MOST_CHOICES // 2], *best]
+        limit_bytes = min(preferred_bytes * excess, search.memory_limit_bytes)
+        tight = tight.tightened(limit_bytes, best[0])
+        near = [trial for trial in tight.best() if trial.timeline.step_us <= near_us]
+        if near:
+            front = robust_choice(near)[: _MOST_CHOICES // 2]
+            taken = set(map(id, front))
+            return [*front, *(trial for trial in best if id(trial) not in taken)]
     return best
 
 

@@ -361,18 +361,12 @@ class _Reader:
                 like[collective.bucket_key] = collective
         return {
             key: BucketPrice(
-                partial(self._collective_us, like[key]),
+                partial(self.prices.collective_us, like[key].kind, ranks=like[key].ranks),
                 total_bytes,
-                partial(self._link_us, like[key]),
+                partial(self.prices.link_us, like[key].kind, ranks=like[key].ranks),
             )
             for key, total_bytes in totals.items()
         }
-
-    def _collective_us(self, like: Collective, size_bytes: int) -> float:
-        return self.prices.collective_us(like.kind, size_bytes, like.ranks)
-
-    def _link_us(self, like: Collective, size_bytes: int) -> float:
-        return self.prices.link_us(like.kind, size_bytes, like.ranks)
 
     def _wait(
         self, node: fx.Node, deps: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...]

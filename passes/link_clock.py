@@ -1,9 +1,9 @@
 """When the collectives on one link begin and end, while an order is being written.
 
-What the list scheduler knows of a link: as many collectives are in flight as its queues run at
+What the list scheduler knows of a link: as many collectives are in flight as one queue runs at
 once, the next begins when one of them ends, and those that have bytes on the link at the same time
-slow each other down. `simulate` is exact; this is exact for two, and takes a time that does not
-grow with what has been started.
+slow each other down. `simulate` is exact; this is exact for two of one queue, takes the queues of a
+link for one, and a time that does not grow with what has been started.
 """
 
 from __future__ import annotations

@@ -91,13 +91,15 @@ class _ListScheduler:
         self.issue_order = deque(issue_order)
         self.merge_us = merge_us or {}
         self.together: list[list[FreeCollective]] = []
-        self.merged_us: dict[str, float] = {}
+        self.joined: dict[str, str] = {}
+        self.bucket_bytes: dict[str, int] = {}
         self.tasks = program.schedule.by_name
         self.machine = program.schedule.machine
         self.windows = program.windows
         self.emitter = Emitter(program.schedule)
         self.clock_us = 0.0
         self.stalled_us = 0.0
+        self.stall_us = 0.0
         self.flights: dict[str, Flight] = {}
         self.in_flight: dict[str, FreeCollective] = {}
         self.room = MemoryRoom(program, limit_bytes)
@@ -113,7 +115,7 @@ class _ListScheduler:
             self._accept(index)
             self._retire_for_memory(index)
             self._serve(index)
-            self._fill(index, self._end_us(task))
+            self._fill_beside(index, task)
             self._emit(task.name)
         self._accept(len(self.program.fixed))
         self._drain()
@@ -170,20 +172,29 @@ class _ListScheduler:
             self.pending[self._link(reduction)][reduction.name] = reduction
 
     def _serve(self, index: int) -> None:
-        """Start and wait for what the fixed task needs now, other links busy until it is there."""
-        for name in self.windows.needed[index]:
+        """Start and wait for what the fixed task needs now, the links busy until it is there."""
+        needed = self.windows.needed[index]
+        for name in needed:
             self._emit(name)
-            self._fill(index, self.flights[name].end_us)
+        for name in needed:
+            self._fill(index, self.flights[name].end_us, is_stall=True)
             self._emit(self.program.by_name[name].wait)
 
-    def _end_us(self, task: Task) -> float:
-        """When compute has done the fixed ``task``, if it begins it now."""
+    def _fill_beside(self, index: int, task: Task) -> None:
+        """Keep the links busy while compute does the fixed ``task``."""
         if task.kind == "wait":
-            return self.flights[task.collective].end_us
-        return self.clock_us if task.kind == "start" else self.clock_us + task.duration_us
+            self._fill(index, self.flights[task.collective].end_us, is_stall=True)
+        elif task.kind == "compute":
+            self._fill(index, self.clock_us + task.duration_us)
+        else:
+            self._fill(index, self.clock_us)
 
-    def _fill(self, index: int, horizon_us: float) -> None:
-        """Start collectives before the fixed task of ``index`` until no link is free sooner."""
+    def _fill(self, index: int, horizon_us: float, *, is_stall: bool = False) -> None:
+        """Start collectives before the fixed task of ``index`` until no link is free sooner.
+
+        ``is_stall``: compute stalls until then.
+        """
+        self.stall_us = max(0.0, horizon_us - self.clock_us) if is_stall else 0.0
         for link in self.pending:
             while self.clocks[link].free_us < horizon_us:
                 collective = self._choose(link, index)
@@ -191,6 +202,7 @@ class _ListScheduler:
                     break
                 for member in self._merge(collective, self.clock_us, self._slack_us(link)):
                     self._emit(member.name, index)
+        self.stall_us = 0.0
 
     def _choose(self, link: str, index: int) -> FreeCollective | None:
         if self.issue_order:
@@ -213,7 +225,8 @@ class _ListScheduler:
 
     def _early_us(self, gather: FreeCollective, link: str) -> float:
         """How long before its latest safe start the gather would start now."""
-        return self.latest_us[gather.name] + self.stalled_us - self._begin_us(link)
+        stalled_us = self.stalled_us + self.stall_us
+        return self.latest_us[gather.name] + stalled_us - self._begin_us(link)
 
     def _begin_us(self, link: str) -> float:
         """When a collective that starts now begins."""
@@ -248,9 +261,19 @@ class _ListScheduler:
             else:
                 too_large = grown
         self.together.append(members)
-        self.merged_us |= {member.name: 0.0 for member in members}
-        self.merged_us[first.name] = self._collective_us(first, size_bytes)
+        self.joined |= {member.name: first.name for member in members[1:]}
+        self.bucket_bytes[first.name] = size_bytes
         return members
+
+    def _takes_us(self, start: Task) -> tuple[float, float]:
+        """Time of a collective, with what has joined it, and for how long it keeps its link."""
+        size_bytes = self.bucket_bytes.get(start.name)
+        if size_bytes is None:
+            return start.duration_us, start.link_us
+        first = self.program.by_name[start.name]
+        price = self.program.bucket_prices.get(first.bucket_key)
+        duration_us = self._collective_us(first, size_bytes)
+        return duration_us, duration_us if price is None else price.link_us(size_bytes)
 
     def _collective_us(self, like: FreeCollective, size_bytes: int) -> float:
         return self.program.prices.collective_us(like.kind, size_bytes, like.ranks)
@@ -326,9 +349,11 @@ class _ListScheduler:
 
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)
-        duration_us = self.merged_us.get(task.name, task.duration_us)
-        link_us = duration_us * task.link_us / task.duration_us if task.duration_us else 0.0
-        self.flights[task.name] = self.clocks[link].start(self.clock_us, duration_us, link_us)
+        if task.name in self.joined:
+            self.flights[task.name] = self.flights[self.joined[task.name]]
+        else:
+            duration_us, link_us = self._takes_us(task)
+            self.flights[task.name] = self.clocks[link].start(self.clock_us, duration_us, link_us)
         collective = self.program.by_name.get(task.name)
         if collective is None:
             return

@@ -62,8 +62,10 @@ class MemoryRoom:
         between = slice(index + 1, use)
         later = max(map(add, known.most[between], reserved[between]), default=0)
         last = known.reducing[use] + reserved[use] if index < use else 0
-        needed = self._early_bytes(gather) + max(now, later, last)
-        return needed + self.held_bytes(index) <= self.limit_bytes
+        early_bytes = self._early_bytes(gather)
+        fits_now = self.live.now + early_bytes <= self.limit_bytes
+        needed = early_bytes + max(now, later, last)
+        return fits_now and needed + self.held_bytes(index) <= self.limit_bytes
 
     def reserve(self, gather: FreeCollective, index: int, use: int) -> None:
         """Keep in mind that ``gather`` is live from ``index`` up to its use."""

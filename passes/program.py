@@ -301,9 +301,9 @@ def _replay_on_demand(program: Program) -> MemoryOnDemand:
     for task in program.schedule.tasks:
         during = live.run(task)
         rest, own = max(rest, during), max(own, during)
-        if task.kind == "wait":
-            own, before = 0, live.now
         collective = program.by_wait.get(task.name)
+        if collective is not None:
+            own, before = 0, live.now
         if collective is not None and not collective.is_gather:
             reducing, rest, reduced = max(reducing, rest), 0, live.now
         if task.name not in program.movable:

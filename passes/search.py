@@ -167,16 +167,14 @@ class Search:
         best_us = min(map(self.step_us, self.trials), default=math.inf)
         return (best_us - self.bound_us) * _TASKS_OF_GAP <= self.num_ordered * self.bound_us
 
-    def tightened(self, memory_limit_bytes: float) -> Search:
-        """The search under a smaller limit: its trials, and the best one ordered to fit that."""
+    def tightened(self, memory_limit_bytes: float, trial: Trial) -> Search:
+        """The search under a smaller limit: its trials, and ``trial`` ordered to fit that."""
         tight = copy(self)
         tight.memory_limit_bytes = memory_limit_bytes
         tight.trials = list(self.trials)
         tight._tried = set()
-        for trial in self.best(1):
-            if not tight.fits(trial):
-                for order in dict.fromkeys((trial.proposal.order, JUST_IN_TIME)):
-                    tight.try_one(replace(trial.proposal, order=order), trial.notes)
+        for order in dict.fromkeys((trial.proposal.order, JUST_IN_TIME)):
+            tight.try_one(replace(trial.proposal, order=order), trial.notes)
         return tight
 
     def fits(self, trial: Trial) -> bool:

@@ -53,6 +53,7 @@ def test_invalid_orders_are_refused(tasks: tuple[Task, ...], message: str) -> No
         (lambda: compute("a", math.nan), "got nan"),
         (lambda: compute("a", math.inf), "got inf"),
         (lambda: start("s", 1.0, wire_us=math.nan), "wire_us must be >= 0, got nan"),
+        (lambda: start("s", 1.0, link_us=math.nan), "link_us must be >= 0, got nan"),
         (lambda: Buffer("b", -1), "size_bytes must be >= 0, got -1"),
         (lambda: Machine(launch_us=-1.0), "launch_us must be finite and >= 0"),
         (

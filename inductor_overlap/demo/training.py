@@ -51,8 +51,8 @@ class DemoSettings:
 
     The defaults make communication cost more than compute under the "cpu-gloo" profile, so that
     buckets matter. In a model this small, weights are most of the memory, and a bucket holds its
-    weights twice while it unpacks them: the default limit, the peak of the unscheduled graph,
-    would forbid the larger ones. So the demo has a limit of its own, some 2 MiB above.
+    weights twice while it unpacks them: the default limit, the peak of the unscheduled graph
+    plus 5 %, would forbid the larger ones. So the demo has a limit of its own.
 
     Attributes:
         num_steps: Timed steps of each variant.
