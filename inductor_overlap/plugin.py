@@ -62,7 +62,8 @@ def options(
         cluster: a preset's name (see ``Cluster.presets()``) or a `Cluster`; None: by device type.
         cost_model: your own `CostModel`, instead of a cluster.
         memory_limit_gb: GiB for the live bytes of a graph (activations, gathered parameters,
-            gradients); None: the peak of the unscheduled graph plus 5 %.
+            gradients); None: the peak of the unscheduled graph plus 5 %, of which plans take no
+            more than they need to be within 1 % of the fastest.
         reshard_after_forward: True: gather parameters again in backward; False: keep them
             gathered; "auto": keep those that save most time per byte, within the memory limit.
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 
 import torch.fx as fx
@@ -109,15 +108,16 @@ def overlap_graph(
         return _outcome(source, source, bound, before, before, _no_plan(), 0, limit, notes)
     warnings: list[str] = []
     is_part = is_part or is_backward(graph)
-    rank = partial(
-        rank_choices,
-        source.program,
-        policy,
-        memory_limit_bytes=limit,
-        preferred_bytes=preferred,
-        is_part=is_part,
-    )
-    for ranking in _rankings(rank, bound):
+    # A search that ends near the bound has few plans; if none of them holds, a full one may.
+    for bound_us in (bound.step_us, 0.0):
+        ranking = rank_choices(
+            source.program,
+            policy,
+            memory_limit_bytes=limit,
+            preferred_bytes=preferred,
+            bound_us=bound_us,
+            is_part=is_part,
+        )
         warnings = list(ranking.refused)
         held = _first_that_holds(graph, source, prices, ranking, before, limit, warnings)
         if held is not None:
@@ -125,6 +125,8 @@ def overlap_graph(
             warnings += held.choice.notes
             plan, final, after = held.choice.plan, held.final, held.after
             return _outcome(source, final, bound, before, after, plan, moved, limit, warnings)
+        if not (ranking.trials and ranking.search.is_settled):
+            break
     if before.peak_bytes > limit:
         raise MemoryLimitError(
             f"the graph peaks at {before.peak_bytes} bytes, the limit is {limit:.0f}, and "
@@ -132,18 +134,6 @@ def overlap_graph(
             f"{math.ceil(before.peak_bytes / 2**30 * 1e6) / 1e6:.6f}, the graph's own peak"
         )
     return _outcome(source, source, bound, before, before, _no_plan(), 0, limit, warnings)
-
-
-def _rankings(rank: Callable[..., Ranking], bound: LowerBound) -> Iterator[Ranking]:
-    """Plans within the limit, and more of them while none of those holds.
-
-    A search that ended early has few plans; if none of them holds, a full one may have some more.
-    """
-    for bound_us in (bound.step_us, 0.0):
-        ranking = rank(bound_us=bound_us)
-        yield ranking
-        if not (ranking.trials and ranking.search.is_settled):
-            return
 
 
 def _over_limit(source: GraphProgram, before: Timeline, limit_bytes: float) -> tuple[str, ...]:

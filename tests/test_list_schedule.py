@@ -11,7 +11,7 @@ from support.schedules import compute, schedule, start, wait
 
 from inductor_overlap.cost_model.schedule import Buffer, Task
 from inductor_overlap.cost_model.simulate import simulate
-from inductor_overlap.passes.list_schedule import list_schedule
+from inductor_overlap.passes.list_schedule import list_schedule, reductions_together
 from inductor_overlap.passes.program import Program
 
 pytestmark = pytest.mark.quick
@@ -146,6 +146,63 @@ def test_links_are_filled_while_compute_stalls_in_a_fixed_wait() -> None:
     order = list_schedule(given)
     assert order.index("r1") < order.index("wait_ar")
     assert step_us(given, order) == 41
+
+
+def test_what_is_live_in_a_fixed_wait_counts() -> None:
+    """The all-reduce holds 100 bytes beside the base of 200: g1's 100 do not fit until its end."""
+    buffers = (Buffer("base", 200, is_input=True), Buffer("a", 100), Buffer("w1", 100))
+    tasks = (
+        compute("c0", 10, writes=("a",)),
+        start("ar", 30, "c0", queue="tp", reads=("a",)),
+        wait("ar", reads=("a",)),
+        start("g1", 10, writes=("w1",)),
+        wait("g1", reads=("w1",)),
+        compute("c1", 10, "wait_ar", "wait_g1", reads=("w1", "base")),
+    )
+    given = program(schedule(*tasks, buffers=buffers), [free("g1", "all_gather", 100)])
+    for limit, peak_bytes in [(399, 300), (400, 400)]:
+        order = list_schedule(given, memory_limit_bytes=limit)
+        assert simulate(given.with_order(order).schedule).peak_bytes == peak_bytes
+
+
+def test_all_gathers_of_a_task_count_before_a_reduction_starts() -> None:
+    """In c1 live: two weights and the gradient, 300 bytes; the scatter's shard would be 50 more.
+
+    Neither gather starts beside c0.
+    """
+    buffers = (*(Buffer(name, 100) for name in ("grad", "w1", "w2")), Buffer("shard", 50))
+    tasks = (
+        compute("c0", 10, writes=("grad",)),
+        start("r0", 10, "c0", queue="b", reads=("grad",), writes=("shard",)),
+        wait("r0", reads=("grad", "shard")),
+        start("g1", 10, writes=("w1",)),
+        wait("g1", reads=("w1",)),
+        start("g2", 10, writes=("w2",)),
+        wait("g2", reads=("w2",)),
+        compute("c1", 10, "c0", "wait_g1", "wait_g2", reads=("w1", "w2")),
+    )
+    gathers = [free(name, "all_gather", 100) for name in ("g1", "g2")]
+    given = program(
+        schedule(*tasks, buffers=buffers), [free("r0", "reduce_scatter", 100), *gathers]
+    )
+    for limit, peak_bytes in [(349, 300), (350, 350)]:
+        order = list_schedule(given, memory_limit_bytes=limit, prefetch_us=-20)
+        assert simulate(given.with_order(order).schedule).peak_bytes == peak_bytes
+
+
+def test_what_joins_a_bucket_ends_with_it() -> None:
+    """Both scatters as one: so do the all-reduces behind them, though two may be in flight."""
+    tasks = [compute("c0", 10)]
+    for i in (0, 1):
+        tasks += [start(f"r{i}", 3, "c0"), wait(f"r{i}")]
+        tasks += [start(f"a{i}", 2, f"wait_r{i}", queue="b"), wait(f"a{i}")]
+    tasks += [compute(f"c{i}", 10, f"c{i - 1}") for i in (1, 2)]
+    scatters = [free(f"r{i}", "reduce_scatter", 200) for i in (0, 1)]
+    all_reduces = [free(f"a{i}", "all_reduce", 100, follows=f"r{i}") for i in (1, 0)]
+    given = program(schedule(*tasks, queue_width=2), [*scatters, *all_reduces])
+    longest_us = {"reduce_scatter": 100.0, "all_reduce": 100.0}
+    together = reductions_together(given, longest_us=longest_us)
+    assert [[each.name for each in group] for group in together] == [["r0", "r1"], ["a1", "a0"]]
 
 
 def backward(gradient_bytes: int = 100) -> Program:

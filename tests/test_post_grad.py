@@ -120,6 +120,16 @@ def test_no_preset_makes_llama_worse(llama: list[fx.GraphModule], preset: str) -
     assert_not_worse(overlap_copy(llama[1], wrap, preset)[1])
 
 
+def test_the_default_limit_is_used_up_only_for_speed(llama: list[fx.GraphModule]) -> None:
+    """The same limit, given, is used for what it saves, however little."""
+    default = overlap_copy(llama[1], "auto", "a100-ib")[1]
+    prices = resolve_cost_model("a100-ib", None)
+    given = overlap(copy_graph(llama[1].graph), "auto", prices, default.memory_limit_bytes)
+    assert given.memory_limit_bytes == default.memory_limit_bytes
+    assert default.after.peak_bytes < given.after.peak_bytes
+    assert default.after.step_us <= 1.01 * given.after.step_us
+
+
 def test_each_parameter_is_gathered_once_forward_and_once_backward(
     llama: list[fx.GraphModule],
 ) -> None:
