@@ -139,10 +139,11 @@ def _with_preferred(search: Search, preferred_bytes: float, input_us: float) -> 
 
     ``input_us``: a step that a plan must stay below.
     """
-    best = robust_choice(search.best())
+    fastest = search.best()
+    best = robust_choice(fastest)
     if not best or best[0].timeline.peak_bytes <= preferred_bytes:
         return best
-    near_us = min(input_us, search.best(1)[0].timeline.step_us * _WORTH_MEMORY)
+    near_us = min(input_us, fastest[0].timeline.step_us * _WORTH_MEMORY)
     tight = search
     for excess in _EXCESSES:
         limit_bytes = min(preferred_bytes * excess, search.memory_limit_bytes)

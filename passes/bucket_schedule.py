@@ -179,7 +179,7 @@ def _pack_and_start(
         name=merged.name,
         duration_us=prices.collective_us(merged.kind, merged.size_bytes, merged.ranks),
         wire_us=sum(start.wire_us for start in starts),
-        link_us=_link_us(program, merged),
+        link_us=program.bucket_link_us(merged, merged.size_bytes),
         deps=deps,
         reads=reads,
     )
@@ -195,11 +195,6 @@ def _pack_and_start(
         writes=(packed.name,),
     )
     return [pack], replace(start, deps=(pack.name,), reads=(packed.name,)), [packed]
-
-
-def _link_us(program: Program, merged: FreeCollective) -> float:
-    price = program.bucket_prices.get(merged.bucket_key)
-    return 0.0 if price is None else price.link_us(merged.size_bytes)
 
 
 def _unpack(

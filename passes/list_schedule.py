@@ -271,9 +271,8 @@ class _ListScheduler:
         if size_bytes is None:
             return start.duration_us, start.link_us
         first = self.program.by_name[start.name]
-        price = self.program.bucket_prices.get(first.bucket_key)
-        duration_us = self._collective_us(first, size_bytes)
-        return duration_us, duration_us if price is None else price.link_us(size_bytes)
+        link_us = self.program.bucket_link_us(first, size_bytes)
+        return self._collective_us(first, size_bytes), link_us
 
     def _collective_us(self, like: FreeCollective, size_bytes: int) -> float:
         return self.program.prices.collective_us(like.kind, size_bytes, like.ranks)

@@ -166,6 +166,11 @@ class Program:
         costs_us = (task.duration_us if task.kind == "compute" else 0.0 for task in self.fixed)
         return list(accumulate(costs_us, initial=0.0))
 
+    def bucket_link_us(self, like: FreeCollective, size_bytes: int) -> float:
+        """For how long (us) a bucket of ``size_bytes`` keeps its link; 0 if no price is known."""
+        price = self.bucket_prices.get(like.bucket_key)
+        return 0.0 if price is None else price.link_us(size_bytes)
+
     @property
     def gathers(self) -> list[FreeCollective]:
         return [collective for collective in self.collectives if collective.is_gather]
