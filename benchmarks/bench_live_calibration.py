@@ -20,6 +20,7 @@ from statistics import median, quantiles
 import torch
 import torch.distributed as dist
 
+from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure import calibrate_live
 from inductor_overlap.cost_model.measure_collectives import (
@@ -27,13 +28,14 @@ from inductor_overlap.cost_model.measure_collectives import (
     ROUNDS,
     measure_collectives,
 )
+from inductor_overlap.cost_model.measurements import CollectiveMeasurement
 
 UNSEEN_SIZES = tuple(3 * 2**exponent for exponent in range(9, 25))
 """1.5 KiB to 48 MiB."""
 UNSEEN_ROUNDS = 3 * ROUNDS
 """What is compared with has no neighbours that make up for its noise."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt, from malloc.h."""
 
 
@@ -41,9 +43,9 @@ def main() -> None:
     torch.set_num_threads(1)
     _keep_memory()
     dist.init_process_group("gloo")
-    before = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, rounds=UNSEEN_ROUNDS)
+    before = _measure_unseen()
     cluster = calibrate_live()
-    after = measure_collectives(UNSEEN_SIZES, budget_s=BUDGET_S / 2, rounds=UNSEEN_ROUNDS)
+    after = _measure_unseen()
     unseen = [
         replace(a, time_us=(a.time_us + b.time_us) / 2) for a, b in zip(before, after, strict=True)
     ]
@@ -73,10 +75,22 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def _measure_unseen() -> list[CollectiveMeasurement]:
+    """As a calibration measures: how long one takes depends on what was in flight before it."""
+    width = Cluster.detect().queue_width
+    return measure_collectives(
+        UNSEEN_SIZES, budget_s=BUDGET_S, rounds=UNSEEN_ROUNDS, in_flight=width
+    )
+
+
 def _keep_memory() -> None:
-    """Has glibc keep what is freed, however large; another C library is left as it is."""
+    """Has glibc keep what is freed, however large; another C library is left as it is.
+
+    Of one arena: those of gloo's threads give a heap back when it is empty, whatever is set.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 

@@ -5,10 +5,10 @@ improves sizes, kinds and placements that were not measured. And for each measur
 times of its collectives are kept as a curve, because a log of the very machine knows what no
 formula does.
 
-Noise is not kept: as the size grows neither times fall nor latencies, what is left of times without
-their bytes (`_smooth`). A plan merges collectives to save latencies, and noise must not look like
-one that can be saved. How far the fitted cluster is from its measurements is kept with it, as the
-error to expect.
+Noise is not kept (`smooth`): a noisy time is averaged with its neighbours', and as the size grows
+neither times fall nor latencies. A plan merges collectives to save latencies, and noise must not
+look like one that can be saved. How far the fitted cluster is from its measurements is kept too, as
+the error to expect.
 
 Refused (``ValueError``): no measurements, a placement that the cluster cannot hold.
 """
@@ -19,7 +19,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 
 from inductor_overlap.cost_model.cluster import Cluster
@@ -30,9 +29,8 @@ from inductor_overlap.cost_model.measurements import (
     Measurement,
     plateau_constant,
 )
+from inductor_overlap.cost_model.smooth import average_neighbours, rising
 
-_TOLERANCE = 0.05
-"""How far smoothing may move a time: what repeated nccl-tests runs differ by."""
 _RATES_OF_A_CPU = {
     "fp32_tflop_per_s": ("tf32_tflop_per_s", "fp16_tflop_per_s", "fp64_tflop_per_s"),
     "bf16_tflop_per_s": ("fp8_tflop_per_s", "int8_tflop_per_s"),
@@ -54,7 +52,7 @@ def calibrate(cluster: Cluster, measurements: Iterable[Measurement]) -> Cluster:
     fitted = replace(cluster, curves=())
     for part in (collectives, [m for m in measured if m not in collectives]):
         fitted = _fit(fitted, part)
-    fitted = replace(fitted, curves=_curves(collectives))
+    fitted = replace(fitted, curves=_curves(fitted, collectives))
     return replace(fitted, errors=_errors(fitted, measured))
 
 
@@ -126,78 +124,41 @@ def _errors(cluster: Cluster, measured: Sequence[Measurement]) -> tuple[tuple[st
     return tuple((what, median(each)) for what, each in sorted(distances.items()))
 
 
-def _curves(measured: Sequence[CollectiveMeasurement]) -> tuple[Curve, ...]:
-    """Per kind and placement the median time of each size, without noise."""
+def _curves(cluster: Cluster, measured: Sequence[CollectiveMeasurement]) -> tuple[Curve, ...]:
+    """Per kind and placement the median time of each size, without noise.
+
+    ``cluster`` has formulas only: times follow them between sizes, but for what is averaged.
+    """
     found: dict[tuple[str, int, int], dict[int, list[CollectiveMeasurement]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for m in measured:
         found[m.kind, m.num_nodes, m.ranks_per_node][m.size_bytes].append(m)
-    curves: list[Curve] = []
-    for placement, by_size in sorted(found.items()):
-        sizes = sorted(by_size)
-        alone_us = _smooth(sizes, [median(m.time_us for m in by_size[size]) for size in sizes])
-        busy_us: tuple[float, ...] = ()
-        if any(m.link_us is not None for each in by_size.values() for m in each):
-            busy_us = _smooth(sizes, [median(map(_link_us, by_size[size])) for size in sizes])
-            busy_us = tuple(map(min, busy_us, alone_us))
-        curves.append(Curve(*placement, tuple(sizes), alone_us, busy_us))
-    return tuple(curves)
+    return tuple(
+        _curve(cluster, placement, by_size) for placement, by_size in sorted(found.items())
+    )
+
+
+def _curve(
+    cluster: Cluster,
+    placement: tuple[str, int, int],
+    by_size: Mapping[int, Sequence[CollectiveMeasurement]],
+) -> Curve:
+    sizes = sorted(by_size)
+    same = [by_size[size] for size in sizes]
+    formula_us = [each[0].predicted_us(cluster) for each in same]
+    noises = [median(m.noise for m in each) for each in same]
+
+    def smooth(times_us: Sequence[float]) -> tuple[float, ...]:
+        return rising(sizes, average_neighbours(sizes, times_us, noises, formula_us))
+
+    alone_us = smooth([median(m.time_us for m in each) for each in same])
+    busy_us: tuple[float, ...] = ()
+    if any(m.link_us is not None for each in same for m in each):
+        busy_us = smooth([median(map(_link_us, each)) for each in same])
+        busy_us = tuple(map(min, busy_us, alone_us))
+    return Curve(*placement, tuple(sizes), alone_us, busy_us)
 
 
 def _link_us(measured: CollectiveMeasurement) -> float:
     return measured.time_us if measured.link_us is None else measured.link_us
-
-
-def _smooth(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, ...]:
-    """Times of rising sizes that do not fall, nor do their latencies as far as the times allow.
-
-    A latency is what is left of a time without its bytes at the rate of large sizes; that rate is
-    lowered where it would move times further than `_TOLERANCE`: then a step in the times is no
-    noise but the collective's own (another algorithm or protocol).
-    """
-    rising = _with_rising_latencies(sizes, times_us, 0.0)
-    rate = _cheapest_us_per_byte(sizes, rising)
-    for share in (1.0, 0.75, 0.5, 0.25):
-        smooth = _with_rising_latencies(sizes, rising, share * rate)
-        if all(abs(a / b - 1) <= _TOLERANCE for a, b in zip(smooth, rising, strict=True)):
-            return smooth
-    return rising
-
-
-def _with_rising_latencies(
-    sizes: Sequence[int], times_us: Sequence[float], us_per_byte: float
-) -> tuple[float, ...]:
-    """Times whose excess over ``us_per_byte`` does not fall, as near as can be to ``times_us``.
-
-    Neighbours that fall are given their mean, each weighted by its relative precision (pool
-    adjacent violators: the least-squares answer for a rising sequence).
-    """
-    pools: list[tuple[float, float, int]] = []
-    for size, time_us in zip(sizes, times_us, strict=True):
-        pool = (time_us - us_per_byte * size, time_us**-2.0, 1)
-        while pools and pools[-1][0] > pool[0]:
-            pool = _merged(pools.pop(), pool)
-        pools.append(pool)
-    excess = [excess_us for excess_us, _, count in pools for _ in range(count)]
-    return tuple(e + us_per_byte * size for e, size in zip(excess, sizes, strict=True))
-
-
-def _merged(
-    left: tuple[float, float, int], right: tuple[float, float, int]
-) -> tuple[float, float, int]:
-    weight = left[1] + right[1]
-    return (left[0] * left[1] + right[0] * right[1]) / weight, weight, left[2] + right[2]
-
-
-def _cheapest_us_per_byte(sizes: Sequence[int], times_us: Sequence[float]) -> float:
-    """The rate of large sizes: the least slope where bytes are most of the time.
-
-    At most what any size takes with no latency at all; 0 if bytes are never most of the time.
-    """
-    points = pairwise(zip(sizes, times_us, strict=True))
-    slopes = [((b_us - a_us) / (b - a), b, b_us) for (a, a_us), (b, b_us) in points]
-    by_bytes = [slope for slope, b, b_us in slopes if slope * b > 0.5 * b_us]
-    if not by_bytes:
-        return 0.0
-    return min(*by_bytes, *(t / size for size, t in zip(sizes, times_us, strict=True)))

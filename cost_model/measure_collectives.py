@@ -7,7 +7,9 @@ of the slowest rank, for each collective. So bytes are timed at the rate that th
 a rate limit lets what an idle time has saved up pass in a burst, which in a step is spent at once.
 To leave none, a sample begins with collectives that are not timed, and a round goes from large
 sizes to small ones without a pause. A round visits a case once, the long ones every other round, so
-that a disturbance does not fall on one case alone, and a case has the median of its samples. Sizes
+that a disturbance does not fall on one case alone, and a case has the trimmed mean of its samples:
+where ranks share cores with the threads of their backend, samples of one case lie at several
+levels, up to ten times apart, and a step has them all. How far the means scatter is told. Sizes
 rise until the next would take too long, and the largest are sampled least often, so the whole takes
 a bounded time on any network; where the sizes end the formulas continue.
 
@@ -21,12 +23,13 @@ unknown kind.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from statistics import median
+from statistics import fmean, stdev
 from typing import Any, cast
 
 import torch
@@ -45,8 +48,10 @@ BUDGET_S = 60.0
 FIRST_SHARE = 0.5
 """Share of the budget for a first sample of every size."""
 ROUNDS = 11
-"""Further samples of a case, as far as the budget goes: a few disturbed ones leave their median.
-Half as many of a collective that takes longer than `SAMPLE_US`."""
+"""Further samples of a case, as far as the budget goes. Half as many of a collective that takes
+longer than `SAMPLE_US`."""
+TRIMMED = 1 / 8
+"""Share of the least and of the largest samples that does not count: bursts and disturbances."""
 SAMPLE_US = 5e3
 """Length of what is timed in a sample, at least one collective for each in flight. Where processes
 share cores one sample may take twice as long as the next, and a longer one as a whole: many short
@@ -75,7 +80,13 @@ class Case:
 
     @property
     def time_us(self) -> float:
-        return median(self.samples_us or [self.first_us])
+        return trimmed_mean(self.samples_us or [self.first_us])[0]
+
+    @property
+    def noise(self) -> float:
+        """Relative standard error of ``time_us``; 0 if there is one sample only."""
+        mean_us, error_us = trimmed_mean(self.samples_us or [self.first_us])
+        return error_us / mean_us
 
     @property
     def runs(self) -> int:
@@ -107,6 +118,21 @@ class Case:
         sample_us = _sample_us(self.kind, self.size_bytes, lead, runs, self.in_flight, device)
         self.samples_us.append(sample_us)
         return (lead + runs) * sample_us * 1e-6
+
+
+def trimmed_mean(samples: Sequence[float]) -> tuple[float, float]:
+    """Mean of the samples without `TRIMMED` of them at either end, and its standard error.
+
+    The error by what is winsorised: each sample left out counts as the nearest that is not (Tukey
+    and McLaughlin 1963). Of one or two samples none is left out.
+    """
+    count = len(samples)
+    cut = math.ceil(TRIMMED * count) if count > 2 else 0
+    kept = sorted(samples)[cut : count - cut]
+    if count == 1:
+        return kept[0], 0.0
+    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    return fmean(kept), stdev(winsorised) * count**0.5 / len(kept)
 
 
 def measure_collectives(
@@ -147,18 +173,17 @@ def measure_collectives(
     left_s = budget_s - 1e-6 * sum(case.in_flight * case.first_us for case in cases)
     _further_samples(cases, on, left_s, rounds, report)
     where = placement or _placement()
-    streams = {(c.kind, c.size_bytes): c.time_us for c in cases if c.in_flight > 1}
-    return [
-        CollectiveMeasurement(
-            case.kind,
-            case.size_bytes,
-            *where,
-            case.time_us,
-            streams.get((case.kind, case.size_bytes)),
+    streams = {(case.kind, case.size_bytes): case for case in cases if case.in_flight > 1}
+    measured: list[CollectiveMeasurement] = []
+    for case in (case for case in cases if case.in_flight == 1):
+        stream_of = streams.get((case.kind, case.size_bytes))
+        link_us = None if stream_of is None else stream_of.time_us
+        noise = max(one.noise for one in (case, stream_of) if one is not None)
+        one = CollectiveMeasurement(
+            case.kind, case.size_bytes, *where, case.time_us, link_us, noise
         )
-        for case in cases
-        if case.in_flight == 1
-    ]
+        measured.append(one)
+    return measured
 
 
 def _ignore(what: str, share: float) -> None:
@@ -308,10 +333,16 @@ def _start_of_one(kind: str, items: int, device: torch.device) -> Callable[[], t
     whole = torch.ones(items, device=device)
     part = torch.ones(items // ranks, device=device)
     split = [items // ranks] * ranks
-    op, arguments = {
-        "all_gather": (_FUNCTIONAL.all_gather_into_tensor, (part, ranks, group)),
-        "reduce_scatter": (_FUNCTIONAL.reduce_scatter_tensor, (whole, "sum", ranks, group)),
-        "all_reduce": (_FUNCTIONAL.all_reduce_, (whole, "sum", group)),
-        "all_to_all": (_FUNCTIONAL.all_to_all_single, (whole, split, split, group)),
-    }[kind]
-    return lambda: op(*arguments)
+    ops = _FUNCTIONAL
+    # The gather that allocates its own output is a coalesced one to gloo, whose two threads then
+    # write the name of the op that ended last without a lock (``ProcessGroupGloo::runLoop`` in
+    # torch 2.13). That name alone is too long to be stored in place, and the heap is corrupted.
+    starts: dict[str, Callable[[], torch.Tensor]] = {
+        "all_gather": lambda: ops.all_gather_into_tensor_out(
+            part, ranks, group, out=part.new_empty(items)
+        ),
+        "reduce_scatter": lambda: ops.reduce_scatter_tensor(whole, "sum", ranks, group),
+        "all_reduce": lambda: ops.all_reduce_(whole, "sum", group),
+        "all_to_all": lambda: ops.all_to_all_single(whole, split, split, group),
+    }
+    return starts[kind]

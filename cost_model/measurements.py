@@ -69,7 +69,7 @@ class CollectiveMeasurement:
     """One measured collective; sizes as nccl-tests counts them.
 
     ``link_us``: its time where as many are in flight as its queue runs at once, for each of them;
-    None: not measured.
+    None: not measured. ``noise``: relative standard error of both; 0: not known.
     """
 
     kind: str
@@ -78,6 +78,7 @@ class CollectiveMeasurement:
     ranks_per_node: int
     time_us: float
     link_us: float | None = None
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         check_collective(self.kind, self.num_nodes, self.ranks_per_node)
