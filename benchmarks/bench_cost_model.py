@@ -7,9 +7,12 @@ error and the bias (both of log(predicted / measured), so 0.1 is about 10 %):
   without the source that is then predicted. Families start from the same round numbers, fabrics
   from one set of constants that fits all fabrics, fitted without that source too;
 * the same rows by the shipped profiles, and by torch's in-tree model;
+* sizes of a log by a calibration on every second size of that log; and how many of all sizes are
+  within 5 % after a calibration on all of them, beside the most that any curve can come to whose
+  times do not fall as the size grows;
 * matmuls and attentions by the shipped profiles.
 
-``--shipped`` leaves out the slow part (leave-one-source-out, some minutes). ``--fit`` prints
+``--shipped`` leaves out the slow parts (leave-one-source-out and calibrations, some minutes). ``--fit`` prints
 constants fitted to all rows, as the profiles hold them.
 """
 
@@ -35,8 +38,10 @@ from cost_model_points import (
 )
 from torch._inductor import comm_analysis
 
+from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.fit import fit_constants
+from inductor_overlap.cost_model.measurements import CollectiveMeasurement
 
 # Where every family and the fit of all fabrics together start: round numbers.
 FAMILY_START = {
@@ -266,6 +271,86 @@ def bench_collectives(shipped_only: bool) -> None:
     )
 
 
+def bench_own_logs() -> None:
+    """What a calibration makes of the very log it was given, whole or every second size of it."""
+    logs: dict[tuple[object, ...], list[CollectivePoint]] = defaultdict(list)
+    for point in read_collectives():
+        placement = point.num_nodes, point.ranks_per_node
+        logs[point.source, point.cluster, point.kind, placement].append(point)
+    sizes = near = whole = most = can_be_whole = 0
+    between: dict[CollectivePoint, float] = {}
+    for points in logs.values():
+        by_size = _median_by_size(points)
+        curve = _calibrated(by_size)
+        met = sum(abs(predict(p, curve) / p.time_us - 1) < OWN_LOG for p in by_size)
+        possible = most_rising([p.time_us for p in by_size], OWN_LOG)
+        sizes, near, most = sizes + len(by_size), near + met, most + possible
+        whole += met == len(by_size)
+        can_be_whole += possible == len(by_size)
+        if len(by_size) >= SPLIT_FROM:
+            held_out = by_size[1:-1:2]
+            curve = _calibrated([p for p in by_size if p not in held_out])
+            between |= {p: predict(p, curve) for p in held_out}
+    print_table(
+        "calibrated on a log: sizes between those it was given",
+        list(between),
+        lambda p: p.size_band,
+        {"every second size": lambda p: error(between[p], p.time_us)},
+    )
+    print(
+        f"\ncalibrated on a log, its own sizes: {near} of {sizes} within {100 * OWN_LOG:g} % (at "
+        f"most {most} can be, as times that do not fall), all sizes of {whole} of {len(logs)} logs "
+        f"(at most {can_be_whole})"
+    )
+
+
+OWN_LOG = 0.05
+SPLIT_FROM = 6
+"""Sizes of a log from which on half of them are held out."""
+
+
+def _median_by_size(points: Iterable[CollectivePoint]) -> list[CollectivePoint]:
+    """One point for each size, rising."""
+    times: dict[int, list[CollectivePoint]] = defaultdict(list)
+    for point in points:
+        times[point.size_bytes].append(point)
+    return [
+        replace(times[size][0], time_us=median(p.time_us for p in times[size]))
+        for size in sorted(times)
+    ]
+
+
+def _calibrated(points: Sequence[CollectivePoint]) -> Cluster:
+    return calibrate(
+        points[0].cluster,
+        [
+            CollectiveMeasurement(p.kind, p.size_bytes, p.num_nodes, p.ranks_per_node, p.time_us)
+            for p in points
+        ],
+    )
+
+
+def most_rising(times: Sequence[float], tolerance: float) -> int:
+    """How many of ``times`` a sequence that does not fall can have within ``tolerance`` of it.
+
+    The longest chain in which the top of each, its tolerance included, reaches the bottoms of all
+    before it.
+    """
+    # least[n]: the lowest that a sequence must have come to which is near n + 1 of them
+    least: list[float] = []
+    for time in times:
+        low, high = time * (1 - tolerance), time * (1 + tolerance)
+        for count in range(len(least), -1, -1):
+            before = least[count - 1] if count else 0.0
+            if before <= high:
+                reached = max(before, low)
+                if count == len(least):
+                    least.append(reached)
+                else:
+                    least[count] = min(least[count], reached)
+    return len(least)
+
+
 def bench_compute() -> None:
     matmuls = read_matmuls()
 
@@ -320,6 +405,8 @@ def main() -> None:
         print_fit()
         return
     bench_collectives(options.shipped)
+    if not options.shipped:
+        bench_own_logs()
     bench_compute()
 
 

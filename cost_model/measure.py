@@ -24,6 +24,7 @@ from inductor_overlap.cost_model.collective_time import COLLECTIVE_KINDS
 from inductor_overlap.cost_model.measure_collectives import (
     BUDGET_S,
     DEFAULT_SIZES,
+    ROUNDS,
     Progress,
     check_process_group,
     measure_collectives,
@@ -32,9 +33,9 @@ from inductor_overlap.cost_model.measure_compute import KernelMeasurement, measu
 from inductor_overlap.cost_model.measure_contention import Contention, measure_contention
 from inductor_overlap.cost_model.placement import placement
 
-_PHASES = 3
-"""Kernels are timed before, between and after the rest: clocks and neighbours change within a
-minute, and one odd phase of three leaves the median alone."""
+_PHASES = ROUNDS + 2
+"""Kernels are timed before each round of collectives, before contention and after it: clocks and
+neighbours change within a minute, and odd phases leave the median alone."""
 
 
 def calibrate_live(
@@ -70,9 +71,15 @@ def calibrate_live(
             part = _part_of(progress, len(phases), _PHASES)
             phases.append(measure_compute(part, budget_s / 6 / _PHASES))
 
-    measure_kernels()
     collectives = measure_collectives(
-        sizes_bytes, kinds, device, progress, budget_s, where, in_flight
+        sizes_bytes,
+        kinds,
+        device,
+        progress,
+        budget_s,
+        where,
+        in_flight,
+        between=measure_kernels,
     )
     measure_kernels()
     contention: Contention | None = None

@@ -144,6 +144,7 @@ def measure_collectives(
     placement: tuple[int, int] | None = None,
     in_flight: int = 1,
     rounds: int = ROUNDS,
+    between: Callable[[], None] | None = None,
 ) -> list[CollectiveMeasurement]:
     """Times of ``kinds`` at ``sizes_bytes`` on the default process group.
 
@@ -158,6 +159,7 @@ def measure_collectives(
         in_flight: how many collectives the group's queue runs at once (gloo 2, NCCL 1); if
             several, each size is timed alone and in such a stream.
         rounds: further samples of a size at most; half as many of a long one.
+        between: called before each round; what it takes does not count for ``budget_s``.
 
     Raises:
         ValueError: no process group of at least two ranks, a size that is too small to share, or
@@ -171,7 +173,7 @@ def measure_collectives(
     on = torch.device(device)
     cases = _first_samples(sizes, kinds, in_flight, on, FIRST_SHARE * budget_s, report)
     left_s = budget_s - 1e-6 * sum(case.in_flight * case.first_us for case in cases)
-    _further_samples(cases, on, left_s, rounds, report)
+    _further_samples(cases, on, left_s, rounds, report, between)
     where = placement or _placement()
     streams = {(case.kind, case.size_bytes): case for case in cases if case.in_flight > 1}
     measured: list[CollectiveMeasurement] = []
@@ -246,10 +248,13 @@ def _further_samples(
     budget_s: float,
     rounds: int,
     progress: Progress,
+    between: Callable[[], None] | None,
 ) -> None:
     """Rounds of samples, each from large ones to small ones."""
     left_s = budget_s
     for number in range(rounds):
+        if between is not None:
+            between()
         chosen = in_round(cases, rounds - number, left_s)
         for case in sorted(chosen, key=lambda case: -case.size_bytes):
             left_s -= case.sample(device)

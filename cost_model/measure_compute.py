@@ -49,7 +49,7 @@ MEMORY_ITEMS = (2**6, 2**17, 2**19, 2**21)
 """fp32 items of a pointwise kernel: from the fixed time of a kernel to beyond a core's caches."""
 SAMPLE_US = 2e3
 """Length of a sample, at least one run: within the turn that a scheduler gives a process."""
-MIN_SAMPLES, MAX_SAMPLES = 5, 60
+MIN_SAMPLES, MAX_SAMPLES = 3, 60
 BUDGET_S = 10.0
 """How long all kernels may take together."""
 _CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from inductor_overlap.cost_model import measure
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.detect import Surroundings, read_surroundings
 from inductor_overlap.cost_model.measure import calibrate_live
-from inductor_overlap.cost_model.measure_collectives import measure_collectives
+from inductor_overlap.cost_model.measure_collectives import ROUNDS, measure_collectives
 from inductor_overlap.cost_model.measure_contention import measure_contention
 from inductor_overlap.cost_model.measurements import MatmulMeasurement
 from inductor_overlap.cost_model.profile_file import read_profile
@@ -63,8 +63,9 @@ _MATMUL = MatmulMeasurement(1, 512, 512, 512, "fp32", 2000.0)
 
 
 def _fitted_through_a_fast_phase() -> Cluster:
-    """Of a machine on which the same kernel takes 2, then 1, then 2 ms."""
-    phases = iter([[_MATMUL], [replace(_MATMUL, time_us=1000.0)], [_MATMUL]])
+    """Of a machine on which the same kernel takes 1 ms in five rounds of collectives, else 2."""
+    fast = [replace(_MATMUL, time_us=1000.0)]
+    phases = iter([*[[_MATMUL]] * 4, *[fast] * 5, *[[_MATMUL]] * (ROUNDS + 2 - 9)])
     with patch.object(measure, "measure_compute", lambda *_: next(phases)):
         return calibrate_live(sizes_bytes=SIZES, kinds=("all_gather",), budget_s=0.1)
 

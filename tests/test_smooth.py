@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from inductor_overlap.cost_model.calibrate import calibrate
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.measurements import CollectiveMeasurement
-from inductor_overlap.cost_model.smooth import average_neighbours
+from inductor_overlap.cost_model.smooth import TOLERANCE, average_neighbours, rising
 
 pytestmark = pytest.mark.quick
 
 KB = 1000
 FORMULA = [10.0, 20.0, 30.0, 40.0, 50.0]
+NEAR = TOLERANCE + 1e-6
 SIZES = [KB, 2 * KB, 4 * KB, 8 * KB, 16 * KB]
 
 
@@ -56,3 +62,43 @@ def test_noise_at_two_levels_is_no_bias_of_a_calibration() -> None:
     unknown = [CollectiveMeasurement("all_reduce", m.size_bytes, 1, 2, m.time_us) for m in measured]
     (curve,) = calibrate(Cluster.preset("cpu-gloo"), unknown).curves
     assert curve.times_us[0] == pytest.approx(700.0)
+
+
+def test_one_time_that_is_far_off_moves_none_beside_it() -> None:
+    # Twice 20 us in place of 10: a mean with those behind it would move two of them by a third.
+    times = [10.0, 40.0, 21.0, 22.0, 23.0]
+    assert rising(SIZES, times) == pytest.approx([10.0, 21.0, 21.0, 22.0, 23.0])
+    # One that is too low, likewise: it takes from the others what their tolerance leaves.
+    times = [20.0, 21.0, 10.0, 22.0, 23.0]
+    assert rising(SIZES, times) == pytest.approx([20.0, 21.0, 21.0, 22.0, 23.0], rel=NEAR)
+
+
+def test_a_rate_of_bytes_costs_no_time_its_tolerance() -> None:
+    # 1 us a kB at the end, where bytes are most of the time: latencies of 10, 10, 7, 10 and 10 us.
+    # They cannot rise within 4.8 % of 11 and 12 us; at a lower rate, or none, they do.
+    times = [11.0, 12.0, 11.2, 18.0, 26.0]
+    found = rising(SIZES, times)
+    assert found == pytest.approx(times, rel=NEAR)
+    assert list(found) == sorted(found)
+
+
+@given(st.lists(st.floats(1.0, 4.0), min_size=1, max_size=7))
+def test_as_many_times_as_can_be_stay_near(times: list[float]) -> None:
+    """Of all sets of times those count that a rising sequence comes near, tried one by one."""
+    sizes = [KB << number for number in range(len(times))]
+    found = rising(sizes, times)
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(found))
+    near = sum(abs(f / t - 1) <= NEAR for f, t in zip(found, times, strict=True))
+    assert near >= next(
+        count
+        for count in range(len(times), 0, -1)
+        if any(map(_can_rise, combinations(times, count)))
+    )
+
+
+def _can_rise(times: Sequence[float]) -> bool:
+    """Whether a rising sequence comes within `TOLERANCE` of every one of ``times``."""
+    return all(
+        before * (1 - TOLERANCE) <= after * (1 + TOLERANCE)
+        for before, after in combinations(times, 2)
+    )
