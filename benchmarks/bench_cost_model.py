@@ -12,8 +12,8 @@ error and the bias (both of log(predicted / measured), so 0.1 is about 10 %):
   times do not fall as the size grows;
 * matmuls and attentions by the shipped profiles.
 
-``--shipped`` leaves out the slow parts (leave-one-source-out, calibrations: some minutes). ``--fit``
-prints constants fitted to all rows, as the profiles hold them.
+``--shipped`` leaves out the slow parts (leave-one-source-out, calibrations; some minutes).
+``--fit`` prints constants fitted to all rows, as the profiles hold them.
 """
 
 from __future__ import annotations
