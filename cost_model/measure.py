@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -29,13 +28,12 @@ from inductor_overlap.cost_model.measure_collectives import (
     check_process_group,
     measure_collectives,
 )
-from inductor_overlap.cost_model.measure_compute import KernelMeasurement, measure_compute
+from inductor_overlap.cost_model.measure_compute import ComputeTimes
 from inductor_overlap.cost_model.measure_contention import Contention, measure_contention
 from inductor_overlap.cost_model.placement import placement
 
 _PHASES = ROUNDS + 2
-"""Kernels are timed before each round of collectives, before contention and after it: clocks and
-neighbours change within a minute, and odd phases leave the median alone."""
+"""Kernels are timed before each round of collectives, before contention and after it."""
 
 
 def calibrate_live(
@@ -64,12 +62,11 @@ def calibrate_live(
     on_cpu = "nccl" not in dist.get_backend()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     in_flight = known.queue_width
-    phases: list[list[KernelMeasurement]] = []
+    kernels = ComputeTimes(_PHASES, budget_s / 6) if on_cpu and known.gpu == "cpu" else None
 
     def measure_kernels() -> None:
-        if on_cpu and known.gpu == "cpu":
-            part = _part_of(progress, len(phases), _PHASES)
-            phases.append(measure_compute(part, budget_s / 6 / _PHASES))
+        if kernels is not None:
+            kernels.take_phase(progress)
 
     collectives = measure_collectives(
         sizes_bytes,
@@ -93,7 +90,8 @@ def calibrate_live(
             in_flight,
         )
     measure_kernels()
-    fitted = calibrate(known, [*collectives, *_medians(phases)])
+    compute = [] if kernels is None else kernels.measurements()
+    fitted = calibrate(known, [*collectives, *compute])
     return fitted if contention is None else _with_contention(fitted, contention)
 
 
@@ -101,18 +99,3 @@ def _with_contention(cluster: Cluster, contention: Contention) -> Cluster:
     launch = {"collective_launch_us": contention.launch_us}
     overrides = tuple(sorted((dict(cluster.overrides) | launch).items()))
     return replace(cluster, contention=contention.factor, overrides=overrides)
-
-
-def _part_of(progress: Progress | None, done: int, parts: int) -> Progress | None:
-    """``progress`` of one of several equal parts, of which ``done`` are done."""
-    if progress is None:
-        return None
-    return lambda what, share: progress(what, (done + share) / parts)
-
-
-def _medians(phases: Sequence[Sequence[KernelMeasurement]]) -> list[KernelMeasurement]:
-    """Each kernel's median over all phases."""
-    return [
-        replace(same[0], time_us=median(one.time_us for one in same))
-        for same in zip(*phases, strict=True)
-    ]

@@ -1,11 +1,16 @@
 """Time kernels of this machine while all ranks of the process group run the same.
 
-Matmuls, fused attention and memory-bound kernels of the sizes a small training step has. All ranks
-begin together, so that what they share (cores, memory) is shared as in training. A round takes one
-sample of every kernel, and samples are short, so that many fall between the turns that other
-processes get; the time that counts is that of the slowest rank, so that every rank gets the same
-list. For CPUs: GPUs have tables in the profiles, and a burst of one kernel on an idle GPU says
-little about a training step.
+Matmuls, fused attention and memory-bound kernels of the sizes a small training step has. They are
+timed in phases, between which the caller does other things: clocks and neighbours change within a
+minute, and the median over phases leaves odd ones alone. All ranks begin together, so that what
+they share (cores, memory) is shared as in training, and samples are short, so that many fall
+between the turns that other processes get; the time that counts is that of the slowest rank, so
+that every rank gets the same list. Kernels have equal shares of the time; of one that is longer
+than its share of a phase (bf16 matmuls without instructions for them take 70 times as long as fp32)
+a sample is taken in some phases only, at least in one.
+
+For CPUs: GPUs have tables in the profiles, and a burst of one kernel on an idle GPU says little
+about a training step.
 """
 
 # torch.distributed is partially typed.
@@ -13,8 +18,11 @@ little about a training step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -49,45 +57,82 @@ MEMORY_ITEMS = (2**6, 2**17, 2**19, 2**21)
 """fp32 items of a pointwise kernel: from the fixed time of a kernel to beyond a core's caches."""
 SAMPLE_US = 2e3
 """Length of a sample, at least one run: within the turn that a scheduler gives a process."""
-MIN_SAMPLES, MAX_SAMPLES = 3, 60
-BUDGET_S = 10.0
-"""How long all kernels may take together."""
+MAX_SAMPLES = 60
+"""Of one kernel in a phase."""
 _CPU = torch.device("cpu")
 
-_Case = tuple[Callable[[], object], Callable[[float], KernelMeasurement]]
+
+@dataclass(slots=True)
+class Kernel:
+    """One kernel, and the undisturbed time (us) of each phase that has sampled it."""
+
+    run: Callable[[], object]
+    measurement: Callable[[float], KernelMeasurement]
+    warm_us: float = 0.0
+    phases_us: list[float] = field(default_factory=list[float])
+
+    @property
+    def time_us(self) -> float:
+        return median(self.phases_us)
+
+    @property
+    def runs(self) -> int:
+        """Runs of a sample."""
+        return max(1, int(SAMPLE_US / self.warm_us))
+
+    def samples_in(self, phase: int, share_us: float) -> int:
+        """Samples in the phase of this number, from 0; each phase has ``share_us`` for them."""
+        sample_us = self.runs * self.warm_us
+        if sample_us <= share_us:
+            return min(MAX_SAMPLES, int(share_us / sample_us))
+        return int(phase % math.ceil(sample_us / share_us) == 0)
 
 
-def measure_compute(
-    progress: Progress | None = None, budget_s: float = BUDGET_S
-) -> list[KernelMeasurement]:
+class ComputeTimes:
     """Times of CPU kernels with as many threads as this process uses.
 
+    Every rank must make one, and call `take_phase` and `measurements` as often.
+
     Args:
-        progress: called after each round of samples, on every rank.
-        budget_s: about how long it may take.
+        phases: how often `take_phase` will be called.
+        budget_s: about how long all phases may take together. Beside that, every kernel runs at
+            least three times.
 
     Raises:
         ValueError: no process group of at least two ranks.
     """
-    check_process_group()
-    cases = [*_matmuls(), *_attentions(), *_memory_kernels()]
-    with torch.no_grad():
-        warm_us = [_warm_us(run) for run, _ in cases]
-        runs = [max(1, int(SAMPLE_US / time_us)) for time_us in warm_us]
-        round_us = sum(count * time_us for count, time_us in zip(runs, warm_us, strict=True))
-        rounds = int(budget_s * 1e6 / slowest_us(round_us, _CPU))
-        rounds = max(MIN_SAMPLES, min(MAX_SAMPLES, rounds))
-        samples_us: list[list[float]] = []
-        for number in range(1, rounds + 1):
-            dist.barrier()
-            samples_us.append([mean_us(run, n) for (run, _), n in zip(cases, runs, strict=True)])
-            if progress is not None:
-                progress("compute", number / rounds)
-    own_us = [undisturbed(times_us) for times_us in zip(*samples_us, strict=True)]
-    return [
-        measurement(slowest_us(time_us, _CPU))
-        for (_, measurement), time_us in zip(cases, own_us, strict=True)
-    ]
+
+    def __init__(self, phases: int, budget_s: float) -> None:
+        check_process_group()
+        self._phases = phases
+        self._done = 0
+        self._kernels = [*_matmuls(), *_attentions(), *_memory_kernels()]
+        self._share_us = 1e6 * budget_s / phases / len(self._kernels)
+        with torch.no_grad():
+            for kernel in self._kernels:
+                # Agreed, so that all ranks take the same samples.
+                kernel.warm_us = slowest_us(_warm_us(kernel.run), _CPU)
+
+    def take_phase(self, progress: Progress | None = None) -> None:
+        """Sample the kernels that are due; ``progress`` is told the share of all phases."""
+        wanted = [kernel.samples_in(self._done, self._share_us) for kernel in self._kernels]
+        samples_us: list[list[float]] = [[] for _ in self._kernels]
+        with torch.no_grad():
+            for number in range(max(wanted)):
+                dist.barrier()
+                for kernel, count, own in zip(self._kernels, wanted, samples_us, strict=True):
+                    if number < count:
+                        own.append(mean_us(kernel.run, kernel.runs))
+        for kernel, own in zip(self._kernels, samples_us, strict=True):
+            if own:
+                kernel.phases_us.append(undisturbed(own))
+        self._done += 1
+        if progress is not None:
+            progress("compute", self._done / self._phases)
+
+    def measurements(self) -> list[KernelMeasurement]:
+        """What the phases so far have found, by the slowest rank."""
+        return [k.measurement(slowest_us(k.time_us, _CPU)) for k in self._kernels]
 
 
 def undisturbed(samples_us: Sequence[float]) -> float:
@@ -109,29 +154,29 @@ def mean_us(run: Callable[[], object], runs: int) -> float:
     return max(1e-3, (time.perf_counter() - begin) * 1e6 / runs)
 
 
-def _matmuls() -> Iterator[_Case]:
+def _matmuls() -> Iterator[Kernel]:
     for name, dtype in MATMUL_DTYPES.items():
         for m, n, k in MATMULS:
             left, right = torch.ones(m, k, dtype=dtype), torch.ones(k, n, dtype=dtype)
             yield _matmul(left, right, name)
 
 
-def _matmul(left: torch.Tensor, right: torch.Tensor, name: str) -> _Case:
+def _matmul(left: torch.Tensor, right: torch.Tensor, name: str) -> Kernel:
     (m, k), n = left.shape, right.shape[1]
     result = left.new_empty(m, n)
-    return (
+    return Kernel(
         lambda: torch.mm(left, right, out=result),
         lambda time_us: MatmulMeasurement(1, m, n, k, name, time_us),
     )
 
 
-def _attentions() -> Iterator[_Case]:
+def _attentions() -> Iterator[Kernel]:
     for shape in ATTENTIONS:
         for backward in (False, True):
             yield _attention(shape, backward)
 
 
-def _attention(shape: tuple[int, int, int, int], backward: bool) -> _Case:
+def _attention(shape: tuple[int, int, int, int], backward: bool) -> Kernel:
     ops = cast("Any", torch.ops.aten)
     query = torch.rand(shape)
     forward = ops._scaled_dot_product_flash_attention_for_cpu
@@ -143,16 +188,16 @@ def _attention(shape: tuple[int, int, int, int], backward: bool) -> _Case:
             return forward(query, query, query, 0.0, True)
         return gradient(result, query, query, query, result, logsumexp, 0.0, True)
 
-    return run, lambda time_us: AttentionMeasurement(*shape, "fp32", backward, time_us)
+    return Kernel(run, lambda time_us: AttentionMeasurement(*shape, "fp32", backward, time_us))
 
 
-def _memory_kernels() -> Iterator[_Case]:
+def _memory_kernels() -> Iterator[Kernel]:
     for items in MEMORY_ITEMS:
         for operands in (2, 3):
             yield _memory_kernel(items, operands)
 
 
-def _memory_kernel(items: int, operands: int) -> _Case:
+def _memory_kernel(items: int, operands: int) -> Kernel:
     """Activation of one tensor, or sum of two: what a fused kernel reads and writes."""
     left, right, result = torch.rand(3, items).unbind()
 
@@ -161,4 +206,4 @@ def _memory_kernel(items: int, operands: int) -> _Case:
             return torch.sigmoid(left, out=result)
         return torch.add(left, right, out=result)
 
-    return run, lambda time_us: MemoryMeasurement(4 * items * operands, time_us)
+    return Kernel(run, lambda time_us: MemoryMeasurement(4 * items * operands, time_us))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from inductor_overlap.cost_model import measure
+from inductor_overlap.cost_model import measure_compute
 from inductor_overlap.cost_model.cluster import Cluster
 from inductor_overlap.cost_model.detect import Surroundings, read_surroundings
 from inductor_overlap.cost_model.measure import calibrate_live
-from inductor_overlap.cost_model.measure_collectives import ROUNDS, measure_collectives
+from inductor_overlap.cost_model.measure_collectives import measure_collectives
+from inductor_overlap.cost_model.measure_compute import ComputeTimes
 from inductor_overlap.cost_model.measure_contention import measure_contention
-from inductor_overlap.cost_model.measurements import MatmulMeasurement
 from inductor_overlap.cost_model.profile_file import read_profile
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ class Seen:
     fitted: Cluster
     progress: list[tuple[str, float]]
     bounded: list[int]
-    matmul_us: float
+    kernels_us: list[float]
 
 
 def look() -> Seen:
@@ -55,19 +55,19 @@ def look() -> Seen:
         fitted=fitted,
         progress=progress,
         bounded=[m.size_bytes for m in bounded],
-        matmul_us=_MATMUL.predicted_us(_fitted_through_a_fast_phase()),
+        kernels_us=_times_through_a_fast_phase(),
     )
 
 
-_MATMUL = MatmulMeasurement(1, 512, 512, 512, "fp32", 2000.0)
-
-
-def _fitted_through_a_fast_phase() -> Cluster:
-    """Of a machine on which the same kernel takes 1 ms in five rounds of collectives, else 2."""
-    fast = [replace(_MATMUL, time_us=1000.0)]
-    phases = iter([*[[_MATMUL]] * 4, *[fast] * 5, *[[_MATMUL]] * (ROUNDS + 2 - 9)])
-    with patch.object(measure, "measure_compute", lambda *_: next(phases)):
-        return calibrate_live(sizes_bytes=SIZES, kinds=("all_gather",), budget_s=0.1)
+def _times_through_a_fast_phase() -> list[float]:
+    """Times of all kernels on a machine on which a run takes 1 ms in the second phase, else 2."""
+    phases = iter([2000.0, 1000.0, 2000.0])
+    with patch.object(measure_compute, "mean_us", lambda *_: 2000.0):
+        kernels = ComputeTimes(3, budget_s=1.0)
+    for run_us in phases:
+        with patch.object(measure_compute, "mean_us", lambda *_, run_us=run_us: run_us):
+            kernels.take_phase()
+    return [m.time_us for m in kernels.measurements()]
 
 
 def _refusal(sizes: tuple[int, ...], kind: str) -> str:
@@ -105,7 +105,7 @@ def test_progress_ends_at_all_of_it(seen: list[Seen]) -> None:
 @pytest.mark.gloo
 def test_a_phase_in_which_the_machine_is_fast_counts_for_nothing(seen: list[Seen]) -> None:
     for rank in seen:
-        assert rank.matmul_us == pytest.approx(2000.0, rel=1e-3)
+        assert set(rank.kernels_us) == {2000.0}
 
 
 @pytest.mark.gloo

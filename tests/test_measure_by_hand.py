@@ -9,7 +9,9 @@ import torch
 
 from inductor_overlap.cost_model import measure_collectives
 from inductor_overlap.cost_model.measure_collectives import Case, in_round, stream, trimmed_mean
+from inductor_overlap.cost_model.measure_compute import Kernel
 from inductor_overlap.cost_model.measure_contention import Contention, Loss, contention_of
+from inductor_overlap.cost_model.measurements import MemoryMeasurement
 
 pytestmark = pytest.mark.quick
 
@@ -169,3 +171,15 @@ class FakeRanks:
     @staticmethod
     def get_world_size() -> int:
         return 2
+
+
+def test_a_kernel_that_is_longer_than_its_share_is_sampled_in_some_phases() -> None:
+    def kernel(warm_us: float) -> Kernel:
+        return Kernel(lambda: None, lambda time_us: MemoryMeasurement(8, time_us), warm_us)
+
+    # A sample is 2 ms of runs: 200 of 10 us, 1 of 1.5 ms.
+    assert (kernel(10.0).runs, kernel(1500.0).runs) == (200, 1)
+    # 30 ms in each phase: 15 samples of 2 ms; of 40 ms one in two phases; of 420 one in 14.
+    assert [kernel(10.0).samples_in(phase, 30e3) for phase in range(3)] == [15, 15, 15]
+    assert [kernel(40e3).samples_in(phase, 30e3) for phase in range(4)] == [1, 0, 1, 0]
+    assert sum(kernel(420e3).samples_in(phase, 30e3) for phase in range(13)) == 1
