@@ -146,6 +146,12 @@ class Machine:
         """Host overhead (us) of every start."""
         return self.launch_us if self.collective_launch_us is None else self.collective_launch_us
 
+    def busy_us(self, task: Task) -> float:
+        """For how long (us) ``task`` keeps the compute queue, beside stalls and contention."""
+        if task.kind == "compute":
+            return task.duration_us + self.launch_us if task.duration_us > 0.0 else 0.0
+        return self.start_us if task.kind == "start" else 0.0
+
     def occupied_us(self, duration_us: float, link_us: float) -> float:
         """For how long (us) one of many collectives of a queue keeps the others from their link.
 

@@ -2,15 +2,17 @@
 
 One walk over the fixed tasks with a clock for compute and one per link (`link_clock`). Before each
 fixed task, and before compute stalls for what that needs, collectives are started on every link
-that would run dry sooner than the task or the stall ends: the next gather in order of first use,
-or the oldest pending reduction, whichever the *slack rule* says. A gather has slack until its
-latest safe start, found by one sweep backward over all gathers of the link (prototyped list
-schedulers lose most when a reduction delays a gather that compute is about to need). A gather
-starts early only if the memory over its whole wait fits the limit; a reduction's wait comes as late
-as memory allows, because until then it holds its input.
+that would run dry sooner than the task or the stall ends, or, if the next one must be packed first,
+than it could be packed behind them. It is the next gather in order of first use, or the oldest
+pending reduction, whichever the *slack rule* says. A gather has slack until its latest safe start,
+found by one sweep backward over all gathers of the link (prototyped list schedulers lose most when
+a reduction delays a gather that compute is about to need). A gather starts early only if the memory
+over its whole wait fits the limit; a reduction's wait comes as late as memory allows, because until
+then it holds its input.
 
-Near-linear in the number of tasks. The clocks ignore contention, and memory is tracked per fixed
-task: the result is a proposal that callers simulate and replay.
+Near-linear in the number of tasks. The clocks count packing, unpacking and launches but not
+contention, and memory is tracked per fixed task: the result is a proposal that callers simulate and
+replay.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from inductor_overlap.cost_model.schedule import Task
 from inductor_overlap.passes.link_clock import Flight, LinkClock
 from inductor_overlap.passes.memory_room import MemoryRoom
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.reorder import Emitter, finish_order
+from inductor_overlap.passes.reorder import Emitter, finish_order, put_on_demand
 
 
 def list_schedule(
@@ -86,6 +87,7 @@ class _ListScheduler:
         merge_us: Mapping[str, float] | None = None,
     ) -> None:
         self.program = program
+        self.on_demand = put_on_demand(program)
         self.prefetch_us = prefetch_us
         self.reductions_first = reductions_first
         self.issue_order = deque(issue_order)
@@ -96,13 +98,15 @@ class _ListScheduler:
         self.tasks = program.schedule.by_name
         self.machine = program.schedule.machine
         self.windows = program.windows
+        self.prepare_us = program.prepare_us
+        self.longest_prepare_us = max(self.prepare_us.values(), default=0.0)
         self.emitter = Emitter(program.schedule)
         self.clock_us = 0.0
         self.stalled_us = 0.0
         self.stall_us = 0.0
         self.flights: dict[str, Flight] = {}
         self.in_flight: dict[str, FreeCollective] = {}
-        self.room = MemoryRoom(program, limit_bytes)
+        self.room = MemoryRoom(self.on_demand, limit_bytes)
         self.gathers = self._gather_queues()
         self.pending: dict[str, dict[str, FreeCollective]] = {link: {} for link in self._links()}
         width = self.machine.queue_width
@@ -146,17 +150,12 @@ class _ListScheduler:
 
     def _latest_starts(self) -> dict[str, float]:
         """Latest start of each gather that delays no compute, on a clock without stalls."""
-        launch_us = self.machine.launch_us
-        costs = [
-            task.duration_us + launch_us if task.kind == "compute" and task.duration_us else 0.0
-            for task in self.program.fixed
-        ]
-        clock = list(accumulate(costs, initial=0.0))
+        clock = self.on_demand.clock_on_demand_us
         latest: dict[str, float] = {}
         for queue in self.gathers.values():
             deadline = math.inf
             for gather in reversed(queue):
-                use = clock[min(self.windows.first_use[gather.name], len(clock) - 1)]
+                use = clock[self.windows.first_use[gather.name]]
                 task = self.tasks[gather.name]
                 occupied_us = self.machine.occupied_us(task.duration_us, task.link_us)
                 deadline = min(deadline - occupied_us, use - task.duration_us)
@@ -184,21 +183,27 @@ class _ListScheduler:
         """Keep the links busy while compute does the fixed ``task``."""
         if task.kind == "wait":
             self._fill(index, self.flights[task.collective].end_us, is_stall=True)
-        elif task.kind == "compute":
-            self._fill(index, self.clock_us + task.duration_us)
         else:
-            self._fill(index, self.clock_us)
+            self._fill(index, self.clock_us + self._busy_us(index, task))
+
+    def _busy_us(self, index: int, task: Task) -> float:
+        """How long compute is busy with the fixed ``task`` and what it still needs: unpacking."""
+        if not self.windows.needed[index]:
+            return self.machine.busy_us(task)
+        missing = self.emitter.missing(task.name)
+        return sum(self.machine.busy_us(self.tasks[name]) for name in missing)
 
     def _fill(self, index: int, horizon_us: float, *, is_stall: bool = False) -> None:
         """Start collectives before the fixed task of ``index`` until no link is free sooner.
 
-        ``is_stall``: compute stalls until then.
+        Sooner than it takes compute to pack the next, too: links do not wait for that.
+        ``is_stall``: compute stalls until ``horizon_us``.
         """
         self.stall_us = max(0.0, horizon_us - self.clock_us) if is_stall else 0.0
         for link in self.pending:
-            while self.clocks[link].free_us < horizon_us:
+            while (early_us := self.clocks[link].free_us - horizon_us) < self.longest_prepare_us:
                 collective = self._choose(link, index)
-                if collective is None:
+                if collective is None or early_us >= self.prepare_us[collective.name]:
                     break
                 for member in self._merge(collective, self.clock_us, self._slack_us(link)):
                     self._emit(member.name, index)
@@ -343,8 +348,7 @@ class _ListScheduler:
                 self._started(task, index)
             elif task.kind == "wait":
                 self._waited(task)
-            elif written not in self.program.movable and task.duration_us > 0.0:
-                self.clock_us += task.duration_us + self.machine.launch_us
+            self.clock_us += self.machine.busy_us(task)
 
     def _started(self, task: Task, index: int | None) -> None:
         link = self.machine.link(task.queue)

@@ -13,7 +13,6 @@ from operator import add
 from inductor_overlap.cost_model.memory import LiveBytes
 from inductor_overlap.cost_model.schedule import Task
 from inductor_overlap.passes.program import FreeCollective, Program
-from inductor_overlap.passes.reorder import put_on_demand
 
 
 class MemoryRoom:
@@ -27,7 +26,7 @@ class MemoryRoom:
     def __init__(self, program: Program, limit_bytes: float) -> None:
         self.live = LiveBytes(program.schedule)
         self.limit_bytes = limit_bytes
-        self._on_demand = put_on_demand(program).memory_on_demand
+        self._on_demand = program.memory_on_demand
         self._prepared = program.prepared_bytes
         self._reserved = [0] * len(self._on_demand.most)
 

@@ -7,6 +7,8 @@ which of the two is the bottleneck, and that may change along a graph:
   slow and fast links alike. What is tiny everywhere (norms) shares one bucket of its own.
 * `by_deadline` finds, for gathers alone, the boundaries after which compute reaches the end first:
   dynamic programming over what the link and compute have done, without a memory limit.
+* `by_room` closes a bucket when its outputs take some share of the memory that is free where they
+  are first needed: where little is, a larger one could not start early.
 * `pending_together` merges the reductions that wait for the link at the same time.
 
 A partition is a list of groups; groups of one stay single.
@@ -23,6 +25,7 @@ from inductor_overlap.passes.list_schedule import reductions_together
 from inductor_overlap.passes.manual_wrap import make_buckets
 from inductor_overlap.passes.plan import Bucket
 from inductor_overlap.passes.program import FreeCollective, Program, mergeable_by, mergeable_by_key
+from inductor_overlap.passes.reorder import put_on_demand
 
 Group = Sequence[FreeCollective]
 
@@ -68,6 +71,31 @@ def _close_at(program: Program, gathers: Group, wire_us: float) -> list[Group]:
         current.append(gather)
         current_us += own_us
     return [*groups, current] if current else groups
+
+
+def by_room(program: Program, share: float, memory_limit_bytes: float) -> list[Group]:
+    """Gathers in order of first use; a group's outputs take at most ``share`` of the free memory.
+
+    What is free where the group is first needed and just before, without overlap: the rest is left
+    for the groups beside it. Where memory limits overlap, such groups are as large as still can be
+    early.
+    """
+    most_bytes = put_on_demand(program).memory_on_demand.most
+    use = program.windows.first_use
+    groups: list[Group] = []
+    for gathers in _mergeable_gathers(program):
+        current: list[FreeCollective] = []
+        left_bytes = 0.0
+        for gather in gathers:
+            if not current or gather.output_bytes > left_bytes:
+                groups.append(current)
+                current = []
+                at = use[gather.name]
+                left_bytes = share * (memory_limit_bytes - max(most_bytes[max(0, at - 1) : at + 1]))
+            current.append(gather)
+            left_bytes -= gather.output_bytes
+        groups.append(current)
+    return [group for group in groups if group]
 
 
 # A plain tuple: there are hundreds of thousands of them.

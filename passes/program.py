@@ -121,11 +121,41 @@ class Program:
         return _replay_on_demand(self)
 
     @cached_property
+    def clock_on_demand_us(self) -> list[float]:
+        """When compute ends what comes before each fixed task, and before the end, without stalls.
+
+        Of a program whose tasks are in the order without overlap. Packing, unpacking and launches
+        count: they are compute that every order has.
+        """
+        assert self.is_on_demand
+        busy_us = self.schedule.machine.busy_us
+        clock_us, ends_us = 0.0, [0.0]
+        for task in self.schedule.tasks:
+            clock_us += busy_us(task)
+            if task.name not in self.movable:
+                ends_us.append(clock_us)
+        return ends_us
+
+    @cached_property
     def prepared_bytes(self) -> dict[str, int]:
         """Free collective -> bytes that what moves with its start writes: packing, casts."""
-        return {c.name: self._prepared_bytes(c.name) for c in self.collectives}
+        buffers = self.schedule.buffers
+        return {
+            name: sum(buffers[buffer].size_bytes for task in tasks for buffer in task.writes)
+            for name, tasks in self._prepared_by.items()
+        }
 
-    def _prepared_bytes(self, name: str) -> int:
+    @cached_property
+    def prepare_us(self) -> dict[str, float]:
+        """Free collective -> for how long what moves with its start keeps compute."""
+        busy_us = self.schedule.machine.busy_us
+        return {name: sum(map(busy_us, tasks)) for name, tasks in self._prepared_by.items()}
+
+    @cached_property
+    def _prepared_by(self) -> dict[str, list[Task]]:
+        return {c.name: self._preparing(c.name) for c in self.collectives}
+
+    def _preparing(self, name: str) -> list[Task]:
         tasks, needs = self.schedule.by_name, self.schedule.needs
         found: set[str] = set()
         pending = list(needs[name])
@@ -135,8 +165,7 @@ class Program:
             if is_own and current not in found:
                 found.add(current)
                 pending += needs[current]
-        written = (buffer for task in found for buffer in tasks[task].writes)
-        return sum(self.schedule.buffers[buffer].size_bytes for buffer in written)
+        return [tasks[name] for name in found]
 
     def for_bound(self) -> Schedule:
         """The schedule as far as every plan has it: a packing kernel may do all of its casts.

@@ -36,8 +36,8 @@ _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
 """Sets of buckets whose forms are kept, likewise."""
-_TASKS_OF_GAP = 1_500_000
-"""Tasks that are worth ordering for a whole step to be gained: 15,000 for a gap of 1 %, counted
+_TASKS_OF_GAP = 1_000_000
+"""Tasks that are worth ordering for a whole step to be gained: 10,000 for a gap of 1 %, counted
 once for each trial."""
 
 

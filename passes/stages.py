@@ -35,6 +35,7 @@ from inductor_overlap.passes.partition import (
     Group,
     by_deadline,
     by_latency,
+    by_room,
     pending_together,
     to_buckets,
 )
@@ -53,6 +54,8 @@ _GATHER_LATENCIES = (4.0, 16.0, 64.0, 256.0)
 """Gather buckets whose bytes take so many latencies."""
 _DEADLINE_SHARES = (math.inf, 0.06)
 """Longest gather bucket cut by deadline, as a share of all gathering."""
+_ROOM_SHARES = (0.25, 0.35, 0.5, 0.7)
+"""Gather buckets that take so much of the memory that is free where they are needed."""
 _SLOWER = 1.3
 """Gathers are cut by deadline on a clock with communication this many times as long, too: such
 plans lose least when a network turns out slower than its price."""
@@ -129,6 +132,10 @@ def _try_buckets(search: Search) -> _Stage:
         fits = yield from _try_gathers(search, f"gathers of {factor:g} latencies", groups)
         if not fits:
             break  # larger buckets take more memory
+    if not math.isinf(search.memory_limit_bytes):
+        for share in _ROOM_SHARES:
+            groups = by_room(program, share, search.memory_limit_bytes)
+            yield from _try_gathers(search, f"gathers of {share:g} of the room", groups)
     for label, groups in _cuts_by_deadline(program):
         yield from _try_gathers(search, label, groups)
 

@@ -81,10 +81,10 @@ def test_a_search_ends_at_the_bound() -> None:
 
 @pytest.mark.parametrize(
     ("bound_us", "is_settled"),
-    [(22.0, True), (22 / (1 + 7e-6), True), (22 / (1 + 9e-6), False), (0.0, False)],
+    [(22.0, True), (22 / (1 + 11e-6), True), (22 / (1 + 13e-6), False), (0.0, False)],
 )
 def test_a_gap_is_worth_tasks_in_proportion(bound_us: float, is_settled: bool) -> None:
-    """Two trials of 6 tasks, 12 in all: worth it for 12 / 1,500,000 = 8e-6 of a step."""
+    """Two trials of 6 tasks, 12 in all: worth it for 12 / 1,000,000 = 12e-6 of a step."""
     search = Search(two_layers(), math.inf, bound_us, is_coarse=False)
     assert not search.is_settled
     for order in (EARLY, ONE_AHEAD):

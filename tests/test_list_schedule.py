@@ -13,6 +13,7 @@ from inductor_overlap.cost_model.schedule import Buffer, Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.list_schedule import list_schedule, reductions_together
 from inductor_overlap.passes.program import Program
+from inductor_overlap.passes.reorder import put_on_demand
 
 pytestmark = pytest.mark.quick
 
@@ -101,6 +102,64 @@ def test_a_queue_that_runs_two_starts_the_next_when_its_bytes_fit() -> None:
     assert step_us(two, order) == 40
     one = program(schedule(*tasks, buffers=buffers), gathers)
     assert list_schedule(one)[:3] == ["g1", "c0", "g2"]
+
+
+def test_compute_packs_before_the_link_is_free() -> None:
+    """The next bucket is packed beside the one in flight, whose end is the end of compute.
+
+    Packed behind c0, g1 would go on the link 5 us after g0 has left it, and end at 45.
+    """
+    tasks = (
+        start("g0", 20),
+        compute("c0", 20),
+        wait("g0"),
+        compute("c1", 15, "c0", "wait_g0"),
+        compute("pack1", 5),
+        start("g1", 20, "pack1"),
+        wait("g1"),
+        compute("c2", 20, "c1", "wait_g1"),
+    )
+    given = program(schedule(*tasks), [free(f"g{i}", "all_gather", 100) for i in range(2)])
+    given = replace(given, movable=given.movable | {"pack1"})
+    assert given.prepare_us == {"g0": 0.0, "g1": 5.0}
+    order = list_schedule(given)
+    assert order[:4] == ["g0", "pack1", "g1", "c0"]
+    # g0 0-20, g1 20-40; pack 0-5, c0 to 25, c1 to 40, c2 to 60.
+    assert step_us(given, order) == 60
+
+
+def test_links_are_busy_while_compute_unpacks() -> None:
+    """Behind g0, which compute waits for until 10, g1 takes 10-15 and g2 15-25.
+
+    Compute unpacks until 20 and then does c0: without the unpacking g2 would seem not to be due
+    before c0 has ended.
+    """
+    tasks: list[Task] = []
+    for i, (gather_us, unpack_us) in enumerate([(10, 10), (5, 0), (10, 0)]):
+        tasks += [start(f"g{i}", gather_us), wait(f"g{i}")]
+        tasks.append(compute(f"unpack{i}", unpack_us, f"wait_g{i}"))
+        tasks.append(compute(f"c{i}", 1, f"unpack{i}", *([f"c{i - 1}"] if i else [])))
+    given = program(schedule(*tasks), [free(f"g{i}", "all_gather", 100) for i in range(3)])
+    given = replace(given, movable=given.movable | {f"unpack{i}" for i in range(3)})
+    order = list_schedule(given)
+    assert order.index("g2") < order.index("unpack0")
+    # c0 20-21, c1 21-22, stall to 25, c2 25-26.
+    assert step_us(given, order) == 26
+
+
+def test_latest_starts_count_packing_and_launches() -> None:
+    """Compute is with c0 at 4, packs until 9, launches g until 11, and is with c1 at 15."""
+    tasks = (
+        compute("c0", 3),
+        compute("pack", 4),
+        start("g", 10, "pack"),
+        wait("g"),
+        compute("c1", 3, "c0", "wait_g"),
+    )
+    costs = schedule(*tasks, launch_us=1.0, collective_launch_us=2.0)
+    given = program(costs, [free("g", "all_gather", 100)])
+    given = put_on_demand(replace(given, movable=given.movable | {"pack"}))
+    assert given.clock_on_demand_us == [0.0, 4.0, 15.0]
 
 
 def layers(*gathers: tuple[str, float, float], **machine: Any) -> Program:

@@ -119,3 +119,10 @@ def test_a_link_is_kept_for_the_bytes_or_the_share_of_a_queue(
 ) -> None:
     """30 us, of which 10 are bytes."""
     assert Machine(queue_width=width).occupied_us(30.0, 10.0) == expected_us
+
+
+def test_launches_keep_compute_busy_and_waits_and_views_do_not() -> None:
+    machine = Machine(launch_us=3.0, collective_launch_us=5.0)
+    tasks = compute("mm", 10), compute("view", 0), start("gather", 20), wait("gather")
+    assert [machine.busy_us(task) for task in tasks] == [13.0, 0.0, 5.0, 0.0]
+    assert Machine(launch_us=3.0).busy_us(start("gather", 20)) == 3.0

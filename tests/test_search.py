@@ -14,7 +14,7 @@ from support.random_graphs import Recipe, build, recipes
 from support.schedules import Shape, compute, schedule, schedules, start, wait
 
 from inductor_overlap.cost_model.memory import LiveBytes, memory_profile
-from inductor_overlap.cost_model.schedule import Buffer, Schedule
+from inductor_overlap.cost_model.schedule import Buffer, Schedule, Task
 from inductor_overlap.cost_model.simulate import simulate
 from inductor_overlap.passes.coarsen import coarsen
 from inductor_overlap.passes.defer_gradients import (
@@ -27,7 +27,7 @@ from inductor_overlap.passes.defer_gradients import (
 )
 from inductor_overlap.passes.graph_schedule import read_graph
 from inductor_overlap.passes.list_schedule import list_schedule
-from inductor_overlap.passes.partition import by_deadline, by_latency, pending_together
+from inductor_overlap.passes.partition import by_deadline, by_latency, by_room, pending_together
 from inductor_overlap.passes.program import Program
 from inductor_overlap.passes.reorder import order_on_demand
 from inductor_overlap.passes.robust_choice import robust_choice
@@ -218,6 +218,23 @@ def test_tiny_gathers_share_a_bucket() -> None:
     assert sizes(by_latency(given_program, 1.0)) == [2, 1, 1]
     few = gathers((3, 1), (30, 1), (3, 1), (30, 1))  # not tiny, and never neighbours
     assert sizes(by_latency(few, 1.0)) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.1, [1, 1, 1, 1]), (0.5, [2, 1, 1]), (0.8, [3, 1]), (1.0, [4])]
+)
+def test_buckets_take_a_share_of_the_memory_that_is_free(share: float, expected: list[int]) -> None:
+    """Gathers of 100 bytes, one live at a time; of 500, 400 are free, behind c1 only 150."""
+    tasks: list[Task] = []
+    buffers = [Buffer("saved", 250, is_output=True)]
+    for i in range(4):
+        buffers.append(Buffer(f"w{i}", 100))
+        tasks += [start(f"g{i}", 20, wire_us=10, writes=(f"w{i}",)), wait(f"g{i}")]
+        saves = {"writes": ("saved",)} if i == 2 else {}
+        tasks.append(compute(f"c{i}", 10, f"wait_g{i}", reads=(f"w{i}",), **saves))
+    found = [free(f"g{i}", "all_gather", 100) for i in range(4)]
+    given_program = program(schedule(*tasks, buffers=tuple(buffers)), found)
+    assert sizes(by_room(given_program, share, 500)) == expected
 
 
 def delay_us(layers: tuple[tuple[float, float], ...], groups: list[int]) -> float:
