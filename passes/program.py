@@ -303,7 +303,7 @@ def _ready_at(
         if unknown:
             stack += unknown
         else:
-            known[current] = max((known[need] for need in needs[current]), default=0)
+            known[current] = max(map(known.__getitem__, needs[current]), default=0)
     return known[name]
 
 
@@ -331,16 +331,20 @@ class MemoryOnDemand:
 def _replay_on_demand(program: Program) -> MemoryOnDemand:
     rows: list[tuple[int, int, int, int, int, int]] = []
     live = LiveBytes(program.schedule)
+    by_wait, movable = program.by_wait, program.movable
     reducing, rest, own, reduced, before = 0, 0, 0, live.now, live.now
     for task in program.schedule.tasks:
         during = live.run(task)
-        rest, own = max(rest, during), max(own, during)
-        collective = program.by_wait.get(task.name)
+        if during > rest:
+            rest = during
+        if during > own:
+            own = during
+        collective = by_wait.get(task.name)
         if collective is not None:
             own, before = 0, live.now
-        if collective is not None and not collective.is_gather:
-            reducing, rest, reduced = max(reducing, rest), 0, live.now
-        if task.name not in program.movable:
+            if not collective.is_gather:
+                reducing, rest, reduced = max(reducing, rest), 0, live.now
+        elif task.name not in movable:
             rows.append((max(reducing, rest), reducing, rest, own, reduced, before))
             reducing, rest, own, reduced, before = 0, 0, 0, live.now, live.now
     rows.append((max(reducing, rest), reducing, rest, own, reduced, live.now))

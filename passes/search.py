@@ -36,8 +36,8 @@ _KEPT_PROGRAMS = 4
 """Programs with buckets that are kept for the next try: neighbours in a stage share them."""
 _KEPT_FORMS = 32
 """Sets of buckets whose forms are kept, likewise."""
-_TASKS_OF_GAP = 1_000_000
-"""Tasks that are worth ordering for a whole step to be gained: 10,000 for a gap of 1 %, counted
+_TASKS_OF_GAP = 1_250_000
+"""Tasks that are worth ordering for a whole step to be gained: 12,500 for a gap of 1 %, counted
 once for each trial."""
 
 
@@ -137,7 +137,7 @@ class Search:
         # Not the tasks of a trial: only ranks that pad have tasks for that.
         program = self.coarse.program
         self.num_tasks = len(program.fixed) + 2 * len(program.collectives)
-        self._tried: set[object] = set()
+        self._tried: dict[object, Trial] = {}
         # None of them holds the search: a cycle would leave all trials to the garbage collector.
         gathered = lru_cache(_KEPT_PROGRAMS)(partial(bucket_program, self.coarse.program))
         deferred = lru_cache(_KEPT_PROGRAMS)(partial(_deferred, gathered))
@@ -172,7 +172,7 @@ class Search:
         tight = copy(self)
         tight.memory_limit_bytes = memory_limit_bytes
         tight.trials = list(self.trials)
-        tight._tried = set()
+        tight._tried = {}
         for order in dict.fromkeys((trial.proposal.order, JUST_IN_TIME)):
             tight.try_one(replace(trial.proposal, order=order), trial.notes)
         return tight
@@ -207,10 +207,13 @@ class Search:
             proposal = replace(proposal, buckets=_without(proposal.buckets, largest))
             left_out.append(self.program.by_name[largest])
 
-    def try_one(self, proposal: Proposal, notes: tuple[str, ...] = ()) -> None:
+    def try_one(self, proposal: Proposal, notes: tuple[str, ...] = ()) -> Trial:
         """Try ``proposal`` as it is, unless the same has been tried, made in whatever way."""
-        if self._result(proposal) not in self._tried:
-            self.trials.append(self._try(proposal, self.bucketed(proposal), notes))
+        known = self._tried.get(self._result(proposal))
+        if known is not None:
+            return known
+        self.trials.append(self._try(proposal, self.bucketed(proposal), notes))
+        return self.trials[-1]
 
     def try_forms(self, trial: Trial) -> None:
         """Try the proposal of ``trial`` with its buckets in other forms."""
@@ -239,7 +242,6 @@ class Search:
 
     def _try(self, proposal: Proposal, bucketed: Program, notes: tuple[str, ...]) -> Trial:
         """Order, simulate and replay; above the limit, again under a smaller one."""
-        self._tried.add(self._result(proposal))
         allowed = self.memory_limit_bytes
         trial: Trial | None = None
         for _ in range(_SHRINK_ATTEMPTS):
@@ -250,6 +252,7 @@ class Search:
                 break
             allowed -= excess
         assert trial is not None
+        self._tried[self._result(proposal)] = trial
         return trial
 
     def _largest_member_at_peak(self, trial: Trial) -> str | None:

@@ -1,12 +1,14 @@
 """The stages of ``wrap="auto"``: each proposes around the best trials of the one before.
 
-1. buckets: none, one per repeated block, greedy wrapping, and the partitions of `partition`, each
-   in the forms of the best trial before it;
-2. forms: which buckets are coalesced, here and again before the last stage;
-3. reductions: how much of what waits for the link together is merged;
-4. weight gradients: how much of them is deferred (`defer_gradients`);
-5. order: how early gathers start, and on a clock on which communication is slower;
-6. a hill climb on the boundaries of the gathers' buckets.
+1. buckets: none, one per repeated block, greedy wrapping;
+2. weight gradients of the best of these: how much is deferred (`defer_gradients`), which where
+   compute is the bottleneck is most of what can be gained;
+3. the partitions of `partition`, each in the forms of the best trial before it;
+4. forms: which buckets are coalesced, here and again before the last stage;
+5. reductions: how much of what waits for the link together is merged;
+6. weight gradients of the best partitions;
+7. order: how early gathers start, and on a clock on which communication is slower;
+8. a hill climb on the boundaries of the gathers' buckets.
 
 The stages end early once the best trial is near the lower bound (`Search.is_settled`). What bounds
 a search are predicted times and counts of what every rank has, never a clock, so that all ranks do
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -80,16 +82,24 @@ def search_all(search: Search) -> None:
             return
 
 
+_Pick = Callable[[list[WeightGradient], float], list[WeightGradient]]
+"""Which of the gradients to defer, by an amount of compute (us)."""
 # What follows generates None after each proposal that was tried.
 _Stage = Generator[None]
+_Tries = Generator[None, None, list[Trial]]
 
 
 def _stages(search: Search) -> _Stage:
-    yield from _try_buckets(search)
+    yield from _try_named(search)
+    if search.program.reductions:
+        yield from _try_deferral(search, 1, (latest,))
+    yield from _try_partitions(search)
     yield from _try_forms(search, 2)
     if search.program.reductions:
         yield from _try_merges(search)
-        yield from _try_deferral(search)
+        yield from _try_deferral(search, 2, (latest, cheapest))
+        for trial in search.best(1):
+            yield from _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
     yield from _try_orders(search)
     yield from _try_forms(search, 1)
     yield from _climb(search)
@@ -114,7 +124,7 @@ def repeated_blocks(collectives: Sequence[FreeCollective]) -> list[tuple[str, Fr
     return keyed
 
 
-def _try_buckets(search: Search) -> _Stage:
+def _try_named(search: Search) -> _Stage:
     program = search.coarse.program
     search.try_orders(Proposal("single"))
     yield
@@ -125,6 +135,10 @@ def _try_buckets(search: Search) -> _Stage:
     search.try_orders(Proposal("greedy", tuple(greedy)))
     yield
     yield from _try_forms(search, 1)
+
+
+def _try_partitions(search: Search) -> _Stage:
+    program = search.coarse.program
     yield from _try_gathers(search, "single gathers", [])
     yield from _try_gathers(search, "tiny gathers together", by_latency(program, 0.0))
     for factor in _GATHER_LATENCIES:
@@ -145,13 +159,11 @@ def _try_gathers(search: Search, label: str, groups: list[Group]) -> Generator[N
 
     False if what came of it is over the limit.
     """
-    before = len(search.trials)
     proposal = Proposal(label, tuple(to_buckets(groups)))
     for best in search.best(1):
         proposal = replace(proposal, forms=best.proposal.forms)
-    yield from _try_merged(search, proposal, (_FIRST_MERGE,))
-    tried = search.trials[before:]
-    return not tried or any(map(search.fits, tried))
+    trials = yield from _try_merged(search, proposal, (_FIRST_MERGE,))
+    return any(map(search.fits, trials))
 
 
 def _cuts_by_deadline(program: Program) -> Iterator[tuple[str, list[Group]]]:
@@ -163,11 +175,11 @@ def _cuts_by_deadline(program: Program) -> Iterator[tuple[str, list[Group]]]:
 
 
 def _try_merges(search: Search) -> _Stage:
-    for trial in search.best(2):
+    for trial in _undeferred(search, 2):
         yield from _try_merged(search, trial.proposal, _MERGES)
 
 
-def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> _Stage:
+def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) -> _Tries:
     """Try ``proposal`` with what is pending together merged, up to so many latencies each.
 
     Gathers start early; where memory or the network are tight, other orders are better, so that of
@@ -177,9 +189,9 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
     orders = dict.fromkeys((EARLY, *(trial.proposal.order for trial in search.best(1))))
     proposal = replace(proposal, buckets=gathers)
     if not search.program.reductions:
-        yield from _try_each(search, proposal, orders)
-        return
+        return (yield from _try_each(search, proposal, orders))
     bucketed = search.bucketed(proposal)
+    trials: list[Trial] = []
     for factor in factors:
         groups: list[Group] = []
         if factor > 0.0:
@@ -187,48 +199,52 @@ def _try_merged(search: Search, proposal: Proposal, factors: Sequence[float]) ->
         pending = [replace(bucket, name=f"{bucket.name}_pending") for bucket in to_buckets(groups)]
         kind = f"{_without_merge(proposal.kind)}; reductions of {factor:g} latencies"
         merged = replace(proposal, kind=kind, buckets=(*gathers, *pending))
-        yield from _try_each(search, merged, orders)
+        trials += yield from _try_each(search, merged, orders)
+    return trials
 
 
-def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> _Stage:
+def _try_each(search: Search, proposal: Proposal, orders: Iterable[Order]) -> _Tries:
+    trials: list[Trial] = []
     for order in orders:
-        search.try_one(replace(proposal, order=order))
+        trials.append(search.try_one(replace(proposal, order=order)))
         yield
+    return trials
 
 
 def _without_merge(kind: str) -> str:
     return kind.partition("; reductions")[0]
 
 
-def _try_deferral(search: Search) -> _Stage:
+def _try_deferral(search: Search, number: int, picks: Sequence[_Pick]) -> _Stage:
     gradients = weight_gradients(search.coarse.program)
     if not gradients:
         return
     longest_us = max(duration_us(search.program, r) for r in search.program.reductions)
-    for trial in search.best(2):
-        for pick in (latest, cheapest):
+    for trial in _undeferred(search, number):
+        for pick in picks:
             best_us = trial.timeline.step_us
             for amount in _DEFERRED:
                 deferred = tuple(pick(gradients, amount * longest_us))
-                step_us = yield from _try_deferred(search, trial.proposal, deferred)
+                if not deferred:
+                    continue
+                trials = yield from _try_deferred(search, trial.proposal, deferred)
+                step_us = min(map(search.step_us, trials))
                 if step_us > best_us:
                     break
                 best_us = step_us
-    for trial in search.best(1):
-        yield from _try_merged(search, trial.proposal, (_FIRST_MERGE, *_MERGES))
+
+
+def _undeferred(search: Search, number: int) -> list[Trial]:
+    """The best trials in which every gradient is where it was."""
+    return [trial for trial in search.best() if not trial.proposal.deferred][:number]
 
 
 def _try_deferred(
     search: Search, proposal: Proposal, deferred: tuple[WeightGradient, ...]
-) -> Generator[None, None, float]:
-    """The step within the limit that deferring so much leads to; of nothing, 0."""
-    if not deferred:
-        return 0.0
+) -> _Tries:
     kind = f"{_without_merge(proposal.kind)}, {len(deferred)} gradients deferred"
-    before = len(search.trials)
     merged = replace(proposal, kind=kind, deferred=deferred)
-    yield from _try_merged(search, merged, (_FIRST_MERGE,))
-    return min(map(search.step_us, search.trials[before:]), default=math.inf)
+    return (yield from _try_merged(search, merged, (_FIRST_MERGE,)))
 
 
 def _try_orders(search: Search) -> _Stage:
