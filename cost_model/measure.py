@@ -11,6 +11,7 @@ that cannot hold the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,9 +55,12 @@ def calibrate_live(
         progress: called with what is being measured and the share of it that is done.
 
     Raises:
-        ValueError: no process group of at least two ranks, or ``cluster`` cannot hold its ranks.
+        ValueError: no process group of at least two ranks, ``cluster`` cannot hold its ranks, or
+            ``budget_s`` is not positive and finite.
     """
     check_process_group()
+    if not 0.0 < budget_s < math.inf:
+        raise ValueError(f"budget_s must be seconds, positive and finite; got {budget_s}")
     known = cluster or Cluster.detect()
     where = placement(tuple(range(dist.get_world_size())), known.gpus_per_node)
     on_cpu = "nccl" not in dist.get_backend()

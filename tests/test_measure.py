@@ -51,7 +51,7 @@ def look() -> Seen:
     return Seen(
         detected=Cluster.detect(),
         surroundings=read_surroundings(),
-        refused=[_refusal((4,), "all_gather"), _refusal((4096,), "broadcast")],
+        refused=[_refusal((4,), "all_gather"), _refusal((4096,), "broadcast"), _no_budget()],
         fitted=fitted,
         progress=progress,
         bounded=[m.size_bytes for m in bounded],
@@ -73,6 +73,12 @@ def _times_through_a_fast_phase() -> list[float]:
 def _refusal(sizes: tuple[int, ...], kind: str) -> str:
     with pytest.raises(ValueError) as refused:
         measure_collectives(sizes, (kind,))
+    return str(refused.value)
+
+
+def _no_budget() -> str:
+    with pytest.raises(ValueError) as refused:
+        calibrate_live(budget_s=0.0)
     return str(refused.value)
 
 
@@ -117,11 +123,12 @@ def test_sizes_end_where_the_budget_does(seen: list[Seen]) -> None:
 
 
 @pytest.mark.gloo
-def test_sizes_and_kinds_are_checked_on_every_rank(seen: list[Seen]) -> None:
+def test_sizes_kinds_and_budget_are_checked_on_every_rank(seen: list[Seen]) -> None:
     for rank in seen:
-        too_small, unknown = rank.refused
+        too_small, unknown, no_budget = rank.refused
         assert "a size of 4 bytes is less than 8, one item a rank" in too_small
         assert "unknown collective kind 'broadcast'" in unknown
+        assert no_budget == "budget_s must be seconds, positive and finite; got 0.0"
 
 
 @pytest.mark.gloo

@@ -87,6 +87,7 @@ def test_as_many_times_as_can_be_stay_near(times: list[float]) -> None:
     """Of all sets of times those count that a rising sequence comes near, tried one by one."""
     sizes = [KB << number for number in range(len(times))]
     found = rising(sizes, times)
+    assert found[0] > 0.0
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(found))
     near = sum(abs(f / t - 1) <= NEAR for f, t in zip(found, times, strict=True))
     assert near >= next(
